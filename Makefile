@@ -1,0 +1,37 @@
+# `make demo` shows what Tandem does, `make test` proves that it changed no token. Both build on `make setup`.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: setup demo test lint suite nightly clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 or newer is needed: make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	@touch $(READY)
+
+demo: setup
+	$(BIN)/tandem demo
+
+test: lint suite
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python tools/budget.py
+
+suite: setup
+	$(BIN)/tandem pull smollm2-135m
+	$(BIN)/python -m pytest
+
+# The real-text check at full size (hours on two cores).
+nightly: setup
+	$(BIN)/python tools/real_text.py --prompts 500
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
