@@ -1,0 +1,32 @@
+"""`Batch`: the input of one forward pass, packed row after row and padded to a multiple of 16 tokens.
+
+Padding tokens are token 0 at position 0 and write their KV to the scratch page 0, which no row ever owns. They are
+computed like all others, so that no operator sees a number of tokens that would change another token's bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tandem.kernels.attention import AttentionPlan
+
+__all__ = ["Batch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """T tokens, T a multiple of 16.
+
+    Attributes:
+        tokens: [T] int64 token ids.
+        positions: [T] int64 places in the text, for the rotary embedding.
+        slots: [T] int64 where each token's KV goes: page * page_size + offset.
+        attention: what each token sees.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    attention: AttentionPlan

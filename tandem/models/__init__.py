@@ -1,0 +1,1 @@
+"""Target and draft models, and reading them from Hugging Face folders and GGUF files."""

@@ -1,0 +1,151 @@
+"""`Decoder`: the pre-norm decoder that Llama, Mistral, Qwen2 and Qwen3 share, as a function of a batch (D8).
+
+    x = embedding[tokens]
+    x = x + o(attention(rope(norm(qkv(rms_norm(x))))))      in every layer; keys and values go to the pool first
+    x = x + down(silu(gate) * up)
+    hidden = rms_norm(x)                                    the features that heads and the trainer see
+    logits = hidden @ head.T
+
+The families differ in what a checkpoint has: Qwen2 a bias on q, k and v, Qwen3 a norm on each head of q and k, Mistral
+a window. Built from operators whose rows do not depend on each other, it gives a token the same bits in every batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tandem.cache.pool import Pool
+from tandem.engine.batch import Batch
+from tandem.errors import LoadError
+from tandem.kernels.activation import silu_gate
+from tandem.kernels.attention import attend
+from tandem.kernels.linear import Linear
+from tandem.kernels.norm import RMSNorm
+from tandem.kernels.precision import widen, working_dtype
+from tandem.kernels.rope import Rope, rotate
+from tandem.models.config import Checkpoint, ModelConfig
+from tandem.models.weights import Weights
+
+__all__ = ["Decoder"]
+
+_EMBEDDING = "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """The weights of one layer; projections with a common input are one matrix."""
+
+    attention_norm: RMSNorm  # over H
+    qkv: Linear  # H -> (Hq + 2 Hkv) * D
+    head_norm: RMSNorm | None  # over D, with its own weight for each head of q and k
+    out: Linear  # Hq * D -> H
+    mlp_norm: RMSNorm  # over H
+    gate_up: Linear  # H -> 2 I
+    down: Linear  # I -> H
+    window: int | None
+
+    @property
+    def nbytes(self) -> int:
+        return self.qkv.nbytes + self.out.nbytes + self.gate_up.nbytes + self.down.nbytes
+
+
+class Decoder:
+    """One model's weights and its forward pass.
+
+    Attributes:
+        config: its shape.
+        dtype: of weights, hidden states and KV.
+        device: where they are.
+    """
+
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+        """Read every weight. Raises LoadError for a tensor that is missing or has another shape than `config` says."""
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        weights = Weights(checkpoint, dtype, device)
+        self._rope = Rope(config.rope, config.head_dim, config.max_position, device)
+        self._embedding = weights.take(_EMBEDDING, config.vocab, config.hidden)
+        self._layers = [_load_layer(weights, config, i) for i in range(config.layers)]
+        self._norm = RMSNorm(weights.take("model.norm.weight", config.hidden), config.norm_eps)
+        self._head = _load_head(weights, config, self._embedding)
+        weights.finish()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that one decode step reads; the few rows of the embedding it looks up are not counted."""
+        return sum(layer.nbytes for layer in self._layers) + self._head.nbytes
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, pool: Pool) -> Tensor:
+        """Run over a batch of T tokens, writing their KV to the pool.
+
+        Returns:
+            [T, H] hidden states after the final norm.
+        """
+        x = self._embedding.index_select(0, batch.tokens)
+        rotation = self._rope.tables(batch.positions, working_dtype(self.dtype))
+        for i, layer in enumerate(self._layers):
+            x.add_(self._attention(i, layer.attention_norm(x), batch, pool, rotation))
+            x.add_(layer.down(silu_gate(layer.gate_up(layer.mlp_norm(x)))))
+        return self._norm(x)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[K, H] hidden states of any K positions -> [K, V] in float32, or float64 for a float64 model."""
+        return widen(self._head(hidden))
+
+    def _attention(self, index: int, x: Tensor, batch: Batch, pool: Pool, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        """The attention half of layer `index`: [T, H] -> [T, H]."""
+        layer, heads, kv_heads = self._layers[index], self.config.heads, self.config.kv_heads
+        qkv = layer.qkv(x).view(x.shape[0], heads + 2 * kv_heads, self.config.head_dim)
+        qk, v = qkv.split((heads + kv_heads, kv_heads), 1)
+        if layer.head_norm is not None:
+            qk = layer.head_norm(qk)
+        q, k = rotate(widen(qk), *rotation).split((heads, kv_heads), 1)
+        pool.write(index, batch.slots, k, v)
+        return layer.out(attend(q, pool.layer(index), batch.attention, layer.window).to(self.dtype))
+
+
+def _load_layer(weights: Weights, config: ModelConfig, index: int) -> _Layer:
+    prefix = f"model.layers.{index}."
+    attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+    hidden, inner = config.hidden, config.intermediate
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    parts = {"q_proj": q, "k_proj": kv, "v_proj": kv}
+    qkv_bias = out_bias = head_norm = None
+    if config.qkv_bias:
+        qkv_bias = weights.stack({f"{attention}{name}.bias": rows for name, rows in parts.items()})
+        if f"{attention}o_proj.bias" in weights:
+            out_bias = weights.take(f"{attention}o_proj.bias", hidden)
+    if config.qk_norm:
+        q_norm = weights.take(f"{attention}q_norm.weight", config.head_dim).expand(config.heads, -1)
+        k_norm = weights.take(f"{attention}k_norm.weight", config.head_dim).expand(config.kv_heads, -1)
+        head_norm = RMSNorm(torch.cat((q_norm, k_norm)), config.norm_eps)
+    qkv = weights.stack({f"{attention}{name}.weight": rows for name, rows in parts.items()}, hidden)
+    gate_up = {f"{mlp}gate_proj.weight": inner, f"{mlp}up_proj.weight": inner}
+    return _Layer(
+        attention_norm=RMSNorm(weights.take(f"{prefix}input_layernorm.weight", hidden), config.norm_eps),
+        qkv=Linear.packed(qkv, qkv_bias),
+        head_norm=head_norm,
+        out=Linear.packed(weights.take(f"{attention}o_proj.weight", hidden, q), out_bias),
+        mlp_norm=RMSNorm(weights.take(f"{prefix}post_attention_layernorm.weight", hidden), config.norm_eps),
+        gate_up=Linear.packed(weights.stack(gate_up, hidden)),
+        down=Linear.packed(weights.take(f"{mlp}down_proj.weight", hidden, inner)),
+        window=config.sliding_window[index],
+    )
+
+
+def _load_head(weights: Weights, config: ModelConfig, embedding: Tensor) -> Linear:
+    """A head in the file counts, whatever the configuration says; a tied one is the embedding itself, not a copy."""
+    if _HEAD in weights:
+        head = weights.take(_HEAD, config.vocab, config.hidden)
+        if not torch.equal(head, embedding):
+            return Linear.packed(head)
+    elif not config.tied:
+        raise LoadError(f"tensor {_HEAD} is missing, and the configuration does not tie the head to the embedding")
+    return Linear.plain(embedding)
