@@ -1,0 +1,124 @@
+"""The nouns of speculation: `Draft`, `Verdict`, `Seen`, `Carry`, `Speculator`. Read this file first.
+
+Vocabulary (defined here once): *committed* tokens are decided and stand in the row; the *pending* token is the last
+committed one and is in no KV yet; *drafted* tokens are guesses; *accepted* ones are drafted and confirmed; *emitted*
+ones are the accepted tokens and the target's own token that closes the step. p is the target's law, q the draft's.
+
+Every draft is a tree whose root (node 0) is the pending token. A chain is the tree in which node i's parent is i - 1,
+and plain decoding is the empty tree.
+
+      pending --- 1 --- 2            tokens  = [[a, b, c]]
+              \\-- 3                  parents = [[0, 1, 0]]     (node 3 hangs on the root)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from tandem.engine.step import Decoding, Seen
+
+__all__ = ["MAX_NODES", "Carry", "Draft", "Speculator", "Verdict"]
+
+MAX_NODES = 64
+"""Nodes of one tree, the root included: "who is my ancestor" fits one 64-bit word."""
+
+Carry = Tensor | None
+"""What a speculator's next draft starts from, by row, on the device: [rows, V] logits for a draft model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Guesses for R rows, padded to N nodes each. Node j (1-based; 0 is the root) stands in column j - 1.
+
+    Attributes:
+        tokens: [R, N] int64.
+        parents: [R, N] int64 node numbers; `parents[r, j - 1] < j`.
+        counts: drafted nodes of each row, known to the host; columns from there on are padding.
+        branching: whether some node has a sibling; False means that node j's parent is j - 1 throughout.
+        probs: [R, N, V], the law each token was drawn from, or None where every guess was certain (one-hot q).
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    counts: tuple[int, ...]
+    branching: bool
+    probs: Tensor | None = None
+
+    @classmethod
+    def empty(cls, rows: int, device: torch.device) -> Draft:
+        """No guesses: plain decoding."""
+        return cls.chain(torch.zeros(rows, 0, dtype=torch.int64, device=device), (0,) * rows)
+
+    @classmethod
+    def chain(cls, tokens: Tensor, counts: tuple[int, ...], probs: Tensor | None = None) -> Draft:
+        """One guess after another. `tokens` is [R, N]."""
+        parents = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[0], -1)
+        return cls(tokens, parents, counts, False, probs)
+
+    @classmethod
+    def chain_of(cls, guesses: Sequence[Sequence[int]], device: torch.device) -> Draft:
+        """A chain from token lists of the host, one per row."""
+        width = max((len(g) for g in guesses), default=0)
+        padded = [list(g) + [0] * (width - len(g)) for g in guesses]
+        tokens = torch.tensor(padded, dtype=torch.int64, device=device).view(len(guesses), width)
+        return cls.chain(tokens, tuple(len(g) for g in guesses))
+
+    @property
+    def width(self) -> int:
+        """N, the padded number of drafted nodes."""
+        return self.tokens.shape[1]
+
+    def depths(self) -> Tensor:
+        """[R, N + 1] int64: distance of each node from the root; column 0 is the root itself."""
+        rows, width = self.tokens.shape
+        if not self.branching:
+            return torch.arange(width + 1, device=self.tokens.device).expand(rows, -1)
+        depth = torch.zeros(rows, width + 1, dtype=torch.int64, device=self.tokens.device)
+        for j in range(1, width + 1):
+            depth[:, j] = depth.gather(1, self.parents[:, j - 1 : j]).squeeze(1) + 1
+        return depth
+
+    def ancestors(self) -> Tensor:
+        """[R, N + 1] int64 words: bit i of node j's word is set if i is j or an ancestor of j."""
+        rows, width = self.tokens.shape
+        word = torch.ones(rows, width + 1, dtype=torch.int64, device=self.tokens.device)
+        for j in range(1, width + 1):
+            word[:, j] = word.gather(1, self.parents[:, j - 1 : j]).squeeze(1) | (1 << j if j < 63 else -(1 << 63))
+        return word
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What verification decided for R rows.
+
+    Attributes:
+        tokens: [R, D] int64 emitted tokens (D = longest possible run): `counts[r]` of them are real.
+        counts: [R] int64, accepted + 1.
+        path: [R, D] int64 node numbers of the accepted path, the root first: `path[r, i]` holds the logits from which
+            emitted token i was drawn. Entries from `counts[r]` on are padding.
+    """
+
+    tokens: Tensor
+    counts: Tensor
+    path: Tensor
+
+
+class Speculator(Protocol):
+    """Guesses tokens. Two methods; the engine knows nothing else about it.
+
+    `limit` is the most nodes it will draft for a row.
+    """
+
+    limit: int
+
+    def draft(self, decoding: Decoding, carry: Carry) -> Draft:
+        """Guess from the carried state: at most `decoding.quota[r]` nodes for row r."""
+
+    def observe(self, seen: Seen, carry: Carry) -> Carry:
+        """Run over what just became true, fill the KV it needs, return what the next draft starts from."""

@@ -1,0 +1,86 @@
+"""Target-draft: a small model of the same tokenizer guesses a chain, in lockstep with the target.
+
+The draft's KV lies on the target's pages, and it has no length of its own: at a step border it has run over every
+committed token, the pending one included, and the logits of that last run are carried. So
+
+    draft      the carry gives the first guess; each further guess costs one pass over the one before it
+    observe    one pass over the tokens that were emitted (or over the prompt's chunk): it overwrites what was
+               computed from guesses, fills the entry of the target's own token, and gives the next carry
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tandem.cache.rows import Rows
+from tandem.engine.runner import Runner
+from tandem.engine.stage import Spans, stage
+from tandem.sampling import MAX_DRAFT
+from tandem.speculate.draft import Carry, Draft
+from tandem.speculate.law import Nodes, shape
+from tandem.speculate.verify import Noise, Rule
+
+if TYPE_CHECKING:
+    from tandem.engine.step import Decoding, Seen
+
+__all__ = ["DraftModel"]
+
+
+class DraftModel:
+    """Drafts chains with a model of its own. The carry is [rows, V] logits after each row's last committed token."""
+
+    limit = MAX_DRAFT
+
+    def __init__(self, runner: Runner, rows: Rows, rule: Rule) -> None:
+        self.runner = runner
+        self.rows = rows
+        self.rule = rule
+
+    def draft(self, decoding: Decoding, carry: Carry) -> Draft:
+        """Draw as the rule asks, from the draft's law shaped by the request's own sampling options."""
+        count = max(decoding.quota, default=0)
+        if count == 0:
+            return Draft.empty(len(decoding.requests), decoding.index.device)
+        assert carry is not None, "rows draft only after they were observed"
+        chance = Noise.of(self.rows, decoding.index, decoding.needs)
+        logits = carry[decoding.index]
+        tokens: list[Tensor] = []
+        laws: list[Tensor] = []
+        for depth in range(count):
+            path = torch.stack(tokens, 1) if tokens else decoding.index.new_empty(len(logits), 0)
+            nodes = Nodes(decoding.index, decoding.known + depth, path)
+            shaped = shape(logits, nodes, self.rows, decoding.needs)
+            token, law = self.rule.draw(shaped, depth, chance)
+            tokens.append(token)
+            laws += [] if law is None else [law]
+            if depth + 1 < count:
+                logits = self._advance(decoding, token, depth)
+        return Draft.chain(torch.stack(tokens, 1), decoding.quota, torch.stack(laws, 1) if laws else None)
+
+    def observe(self, seen: Seen, carry: Carry) -> Carry:
+        """Run over the spans; keep the logits of rows that will draft next."""
+        if not seen.spans.rows:
+            return carry
+        hidden = self.runner.forward(stage(self.rows, seen.spans, self.runner.pool.page_size))
+        done = [i for i, complete in enumerate(seen.complete) if complete]
+        if not done:
+            return carry
+        last = seen.spans.last()
+        logits = self.runner.logits(hidden[torch.tensor([last[i] for i in done], device=hidden.device)])
+        if carry is None:
+            carry = logits.new_zeros(self.rows.known.shape[0], self.runner.vocab)
+        carry[seen.spans.index[torch.tensor(done, device=hidden.device)]] = logits
+        return carry
+
+    def _advance(self, decoding: Decoding, token: Tensor, depth: int) -> Tensor:
+        """[R, V] logits after one more guess. Rows past their quota write to the scratch page or to free slots."""
+        place = decoding.known + depth
+        self.rows.tokens[decoding.index, place] = token
+        rows = tuple(r.row for r in decoding.requests)
+        bounds = tuple(r.known + depth + 1 for r in decoding.requests)
+        spans = Spans(rows, decoding.index, place, (1,) * len(rows), bounds)
+        hidden = self.runner.forward(stage(self.rows, spans, self.runner.pool.page_size))
+        return self.runner.logits(hidden[torch.tensor(spans.last(), device=hidden.device)])

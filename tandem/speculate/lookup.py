@@ -1,0 +1,48 @@
+"""Guesses by copying: what followed when the text last ended like this? No model, almost no cost.
+
+Prompt lookup decoding (Saxena, 2023) over prompt and output, with the longest match found by a suffix automaton
+(`tandem.speculate.suffix`) that is extended token by token, so that a step costs the same however long the text is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+from tandem.request import Request
+from tandem.sampling import MAX_DRAFT
+from tandem.speculate.draft import Carry, Draft
+from tandem.speculate.suffix import SuffixIndex
+
+if TYPE_CHECKING:
+    from tandem.engine.step import Decoding, Seen
+
+__all__ = ["Lookup"]
+
+
+class Lookup:
+    """Drafts a chain of copied tokens when at least `match` tokens at the end of the text occurred before."""
+
+    limit = MAX_DRAFT
+
+    def __init__(self, match: int) -> None:
+        self.match = match
+        self._indexes: WeakKeyDictionary[Request, SuffixIndex] = WeakKeyDictionary()
+
+    def draft(self, decoding: Decoding, carry: Carry) -> Draft:
+        """Look each row's text up, the committed tokens that are new since last time added first."""
+        guesses = [self._guess(r, n) for r, n in zip(decoding.requests, decoding.quota, strict=True)]
+        return Draft.chain_of(guesses, decoding.index.device)
+
+    def observe(self, seen: Seen, carry: Carry) -> Carry:
+        """Nothing: the text is indexed when a guess is wanted, from the host's copy of it."""
+        return carry
+
+    def _guess(self, request: Request, quota: int) -> list[int]:
+        if quota == 0:
+            return []
+        index = self._indexes.get(request)
+        if index is None:
+            index = self._indexes[request] = SuffixIndex()
+        index.extend(request.tokens[len(index) :])
+        return index.guess(quota, self.match)

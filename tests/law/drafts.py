@@ -1,0 +1,81 @@
+"""Ways to draft for the toy target: what speculators do, without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tandem.speculate.draft import Draft
+from tests.law.explore import Drafter, Step
+
+
+def _chain(step: Step, length: int, draw: Callable[[Tensor, int, Tensor], tuple[Tensor, Tensor | None]]) -> Draft:
+    """Draw `length` tokens one after another; `draw` gets the last token, the depth and the path."""
+    path = torch.zeros(len(step.last), 0, dtype=torch.int64)
+    probs = []
+    token = step.last
+    for depth in range(length):
+        token, law = draw(token, depth, path)
+        path = torch.cat([path, token[:, None]], 1)
+        probs += [] if law is None else [law]
+    return Draft.chain(path, (length,) * len(path), torch.stack(probs, 1) if probs else None)
+
+
+def model(table: Tensor, length: int) -> Drafter:
+    """A draft model that draws as the rule says, under the request's own options."""
+
+    def draft(step: Step) -> Draft:
+        return _chain(step, length, lambda t, d, path: step.rule.draw(step.shape(table[t], path), d, step.chance))
+
+    return draft
+
+
+def hot(table: Tensor, length: int, temperature: float) -> Drafter:
+    """A draft model at a temperature of its own and without any other option; the law it reports is the one it used."""
+
+    def draft(step: Step) -> Draft:
+        return _chain(step, length, lambda t, d, path: step.rule.draw(table[t] / temperature, d, step.chance))
+
+    return draft
+
+
+def argmax(table: Tensor, length: int) -> Drafter:
+    """A draft model that always takes its most likely token."""
+
+    def draft(step: Step) -> Draft:
+        return _chain(step, length, lambda t, d, path: (step.shape(table[t], path).argmax(-1), None))
+
+    return draft
+
+
+def script(length: int) -> Drafter:
+    """A fixed guess that counts up from the last token, as long as the context says: 0 to `length` tokens."""
+
+    def draft(step: Step) -> Draft:
+        vocab = step.rows.vocab
+        last = step.last.tolist()
+        counts = [length - t % (length + 1) for t in last]
+        return Draft.chain_of(
+            [[(t + 1 + i) % vocab for i in range(n)] for t, n in zip(last, counts, strict=True)], step.last.device
+        )
+
+    return draft
+
+
+def tree(parents: tuple[int, ...], offsets: tuple[int, ...], ragged: bool = False) -> Drafter:
+    """A fixed tree: node j holds the last token plus `offsets[j - 1]`; a ragged one loses a node in some contexts."""
+
+    def draft(step: Step) -> Draft:
+        tokens = (step.last[:, None] + torch.tensor(offsets)) % step.rows.vocab
+        shape = torch.tensor(parents).expand_as(tokens)
+        counts = tuple(len(parents) - (t % 2 if ragged else 0) for t in step.last.tolist())
+        return Draft(tokens, shape, counts, branching=True)
+
+    return draft
+
+
+def nothing() -> Drafter:
+    """Plain decoding."""
+    return lambda step: Draft.empty(len(step.last), step.last.device)
