@@ -1,0 +1,1 @@
+"""Measurements, with the theoretical bound printed beside each."""

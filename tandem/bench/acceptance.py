@@ -1,0 +1,94 @@
+"""`tandem bench acceptance`: how many drafted tokens are accepted, how deep, on what kind of prompt, at which
+temperature.
+
+The *cycle cost* is what one step of a mode costs in steps of plain decoding: tokens per step over the
+speed-up. A mode pays where its tokens per step exceed it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+
+from rich.table import Table
+
+from tandem.bench.measure import Mode, Runs, Tick, figures
+from tandem.bench.workload import Report, Workload, agreement, describe, measure, summarise
+from tandem.llm import LLM
+
+__all__ = ["acceptance_report", "acceptance_tables", "measure_temperatures"]
+
+
+def measure_temperatures(
+    llms: Mapping[str, LLM], modes: list[Mode], workload: Workload, temperatures: list[float], tick: Tick
+) -> dict[float, Runs]:
+    """The workload at each temperature."""
+    each = len(workload.items) * len(modes) * workload.repeats
+
+    def at(place: int, temperature: float) -> Runs:
+        params = replace(workload.params, temperature=temperature)
+
+        def count(done: int, total: int) -> None:
+            tick(place * each + done, len(temperatures) * each)
+
+        return measure(llms, modes, replace(workload, params=params), count)
+
+    return {temperature: at(place, temperature) for place, temperature in enumerate(temperatures)}
+
+
+def acceptance_report(
+    model: str, llms: Mapping[str, LLM], workload: Workload, by_temperature: Mapping[float, Runs]
+) -> Report:
+    """All figures, by temperature and mode, and for each mode by kind of prompt."""
+    llm = next(iter(llms.values()))
+    about = describe(model, llm, workload, next(iter(by_temperature.values())))
+    del about["temperature"]
+    temperatures = []
+    for temperature, runs in by_temperature.items():
+        params = replace(workload.params, temperature=temperature)
+        output = agreement(runs, workload.items, llm.config.rule, params)
+        temperatures.append({"temperature": temperature, "modes": _modes(runs, workload), "output": output})
+    return {"bench": "acceptance", **about, "temperatures": temperatures}
+
+
+def _modes(runs: Runs, workload: Workload) -> dict[str, Report]:
+    modes = summarise(runs)
+    kinds = dict.fromkeys(item.kind for item in workload.items)
+    for mode, made in modes.items():
+        made["cycle_cost"] = made["tokens_per_step"] / made["ratio"] if made["ratio"] else 0.0
+        made["kinds"] = {
+            kind: asdict(figures([s for s, item in zip(runs[mode], workload.items, strict=True) if item.kind == kind]))
+            for kind in kinds
+        }
+    return modes
+
+
+def acceptance_tables(report: Report) -> list[Table]:
+    """The modes at each temperature, then how deep drafts are accepted, then the kinds of prompt."""
+    modes = Table(title="a step's tokens include the target's own; cycle cost = tokens/step over ratio")
+    depths = Table("temperature", "mode", title="share of steps that delivered at least this many drafted tokens")
+    kinds = Table("temperature", "mode", title="tokens/step and acceptance by kind of prompt")
+    for heading in ("temperature", "mode", "tokens/step", "drafted/step", "acceptance", "ratio", "cycle cost"):
+        modes.add_column(heading, justify="left" if heading in ("temperature", "mode") else "right")
+    rows = [
+        (f"{at['temperature']:g}", mode, made) for at in report["temperatures"] for mode, made in at["modes"].items()
+    ]
+    deepest = max(len(made["depths"]) for _, _, made in rows)
+    for depth in range(1, deepest + 1):
+        depths.add_column(str(depth), justify="right")
+    for kind in rows[0][2]["kinds"]:
+        kinds.add_column(kind, justify="right")
+    for temperature, mode, made in rows:
+        numbers = (
+            made["tokens_per_step"],
+            made["drafted_per_step"],
+            made["acceptance"],
+            made["ratio"],
+            made["cycle_cost"],
+        )
+        modes.add_row(temperature, mode, *(f"{number:.2f}" for number in numbers))
+        if made["drafted_per_step"]:
+            depths.add_row(temperature, mode, *(f"{share:.2f}" for share in made["depths"]))
+            each = made["kinds"].values()
+            kinds.add_row(temperature, mode, *(f"{f['tokens_per_step']:.2f} {f['acceptance']:.0%}" for f in each))
+    return [modes, depths, kinds]

@@ -1,0 +1,145 @@
+"""Options from records: a command that takes a dataclass gets one option for each of its fields.
+
+So the command line never lags behind `SamplingParams` and `EngineConfig`, has their defaults, and leaves it
+to them to say what is allowed.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import typer
+
+from tandem.errors import InvalidValue
+
+__all__ = ["options"]
+
+_HELP = {
+    "max_tokens": "most tokens to answer",
+    "min_tokens": "tokens before a stop counts",
+    "temperature": "0 is greedy",
+    "top_k": "only the k likeliest tokens; 0: all",
+    "top_p": "only the likeliest tokens that hold this much probability",
+    "min_p": "only tokens with this share of the likeliest one's probability",
+    "repetition_penalty": "divides the logits of tokens already there; 1: none",
+    "presence_penalty": "taken from the logits of tokens already in the output",
+    "frequency_penalty": "taken from a token's logit once for each time it is in the output",
+    "logit_bias": "ID=VALUE, added to a token's logit; may be repeated",
+    "allowed_token_ids": "only these tokens; may be repeated",
+    "banned_token_ids": "never these tokens; may be repeated",
+    "stop": "text that ends the answer; may be repeated",
+    "stop_token_ids": "token that ends the answer; may be repeated",
+    "include_stop": "show the text that stopped it",
+    "ignore_eos": "go on after the end-of-text token",
+    "skip_special_tokens": "leave special tokens out of the text",
+    "seed": "same seed, same answer; drawn if not given",
+    "n": "answers to each prompt",
+    "logprobs": "likeliest tokens listed with each token",
+    "prompt_logprobs": "the same for the prompt",
+    "draft_tokens": "longest draft, 0 to 32; 0: no speculation",
+    "dtype": "auto, float32, bfloat16 or float64",
+    "device": "torch device",
+    "max_length": "most tokens of prompt and answer together",
+    "max_rows": "requests that run at once",
+    "batch_tokens": "prompt tokens computed in one step",
+    "page_size": "tokens in a KV page",
+    "kv_bytes": "memory of the KV cache, all models together",
+    "kv_pages": "pages of the KV cache, instead of bytes",
+    "prefix_cache": "share the KV of equal beginnings",
+    "rule": "match, ratio, block (all keep the model's law) or threshold (lossy)",
+    "threshold": "least probability of a drafted token under the threshold rule",
+    "lookup_match": "tokens that must match before lookup guesses",
+    "mixed_drafts": "draft also while other prompts are being read",
+}
+
+
+def options(*hidden: str, **defaults: object) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator: replaces each parameter annotated with a dataclass by options for its fields.
+
+    Args:
+        hidden: fields that get no option.
+        defaults: other defaults than the records' own.
+
+    A field may carry its help text in its metadata. A name that several records share is one option, which sets the
+    field in all of them and has the type and default of the first.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        hints = get_type_hints(command, include_extras=True)
+        records: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+        owners = _owners(records, hidden)
+        plain = [p.replace(annotation=hints[n]) for n, p in inspect.signature(command).parameters.items()]
+        added = [_parameter(field, hint, defaults) for _, field, hint in owners.values()]
+        parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in plain if p.name not in records] + added
+
+        @functools.wraps(command)
+        def run(**given: object) -> None:
+            values: dict[str, dict[str, object]] = {name: {} for name in records}
+            for name, (owning, field, hint) in owners.items():
+                value = _value(field, hint, given.pop(name))
+                if value is not None:
+                    for record in owning:
+                        values[record][name] = value
+            command(**given, **{name: record(**values[name]) for name, record in records.items()})
+
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        return run
+
+    return decorate
+
+
+def _owners(records: Mapping[str, Any], hidden: tuple[str, ...]) -> dict[str, tuple[list[str], Field[Any], Any]]:
+    """By option: the parameters it belongs to, its first field, and that field's type without None."""
+    owners: dict[str, tuple[list[str], Field[Any], Any]] = {}
+    for name, record in records.items():
+        hints = get_type_hints(record)
+        for field in fields(record):
+            if field.name in owners:
+                owners[field.name][0].append(name)
+            elif field.name not in hidden:
+                owners[field.name] = ([name], field, _without_none(hints[field.name]))
+    return owners
+
+
+def _without_none(hint: Any) -> Any:
+    if get_origin(hint) in (Union, types.UnionType):
+        return next(part for part in get_args(hint) if part is not type(None))
+    return hint
+
+
+def _parameter(field: Field[Any], hint: Any, defaults: Mapping[str, object]) -> inspect.Parameter:
+    origin, kind = get_origin(hint), hint
+    default = defaults.get(field.name, None if field.default is MISSING else field.default)
+    if origin is tuple:
+        kind, default = list[get_args(hint)[0]], None  # type: ignore[misc]
+    elif origin is Mapping:
+        kind, default = list[str], None
+    elif origin is Literal:
+        kind = str
+    option = typer.Option(default, help=field.metadata.get("help") or _HELP[field.name])
+    annotation = kind if default is not None else kind | None
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation)
+
+
+def _value(field: Field[Any], hint: Any, given: Any) -> object:
+    """What the record is given; None leaves its own default."""
+    origin = get_origin(hint)
+    if origin is tuple:
+        return tuple(given) if given else None
+    if origin is Mapping:
+        return dict(_pair(field.name, text) for text in given) if given else None
+    return given
+
+
+def _pair(name: str, text: str) -> tuple[int, float]:
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise InvalidValue(name, text, "ID=VALUE with a token id and a number") from None

@@ -1,0 +1,1 @@
+"""Decides and drives: the scheduler, the step, and the driver that repeats it."""

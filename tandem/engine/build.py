@@ -1,0 +1,133 @@
+"""Puts an engine together: sizes the KV pools, makes the device table, joins target and speculator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tandem.cache.pages import Pages
+from tandem.cache.pool import Pool
+from tandem.cache.rows import Rows
+from tandem.config import EngineConfig
+from tandem.engine.lockstep import Lockstep
+from tandem.engine.runner import Runner
+from tandem.engine.scheduler import Scheduler
+from tandem.engine.step import Step
+from tandem.errors import InvalidValue
+from tandem.models.decoder import Decoder
+from tandem.speculate.draft import MAX_NODES, Speculator
+from tandem.speculate.draft_model import DraftModel
+from tandem.speculate.lookup import Lookup
+from tandem.speculate.none import NoSpeculation
+from tandem.speculate.verify import Rule, rule_of
+
+__all__ = ["Assembly", "Drafting", "Site", "assemble", "compute_dtype"]
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What a speculator is built on."""
+
+    rows: Rows
+    rule: Rule
+    vocab: int
+    num_pages: int
+    config: EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """How to make a speculator once the rows exist. `model` is one whose KV shares the pages, if there is one."""
+
+    make: Callable[[Site], Speculator]
+    model: Decoder | None = None
+
+    @classmethod
+    def none(cls) -> Drafting:
+        """Plain decoding."""
+        return cls(lambda site: NoSpeculation())
+
+    @classmethod
+    def lookup(cls) -> Drafting:
+        """Guesses copied from the text."""
+        return cls(lambda site: Lookup(site.config.lookup_match))
+
+    @classmethod
+    def draft_model(cls, model: Decoder) -> Drafting:
+        """Guesses of a smaller model."""
+
+        def make(site: Site) -> Speculator:
+            runner = Runner(model, _pool(model, site.num_pages, site.config.page_size), site.vocab)
+            return DraftModel(runner, site.rows, site.rule)
+
+        return cls(make, model)
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """A driver, and what requests are checked against: token ids below `vocab`, at most `max_length` tokens."""
+
+    driver: Lockstep
+    vocab: int
+    max_length: int
+
+
+def compute_dtype(config: EngineConfig) -> torch.dtype:
+    """The dtype that `config.dtype` stands for on this machine."""
+    if config.dtype != "auto":
+        return {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}[config.dtype]
+    native = torch.cpu._is_avx512_bf16_supported() if config.device == "cpu" else True
+    return torch.bfloat16 if native else torch.float32
+
+
+def assemble(target: Decoder, drafting: Drafting, config: EngineConfig, vocab: int | None = None) -> Assembly:
+    """Build an engine around loaded models.
+
+    Args:
+        target: the model whose tokens are emitted.
+        drafting: where guesses come from.
+        config: the settings.
+        vocab: token ids in use, if the tokenizer has fewer than the model has rows.
+
+    Raises:
+        InvalidValue: the pool cannot hold what the settings ask for.
+    """
+    vocab = min(vocab or target.config.vocab, target.config.vocab)
+    models = [target] if drafting.model is None else [target, drafting.model]
+    page_bytes = sum(Pool.bytes_per_page(m.config, config.page_size, m.dtype) for m in models)
+    num_pages = config.kv_pages or config.kv_bytes // page_bytes
+    max_length = _max_length(models, config, num_pages)
+    # A row never holds more than its longest request: pages beyond that would only be memory.
+    num_pages = min(num_pages, 1 + config.max_rows * -(-max_length // config.page_size))
+    slots = max_length + MAX_NODES + 1
+    sampler = torch.float64 if target.dtype == torch.float64 else torch.float32
+    device = torch.device(config.device)
+    rows = Rows.allocate(config.max_rows, slots, -(-slots // config.page_size), vocab, device, sampler)
+    rule = rule_of(config)
+    runner = Runner(target, _pool(target, num_pages, config.page_size), vocab)
+    speculator = drafting.make(Site(rows, rule, vocab, num_pages, config))
+    scheduler = Scheduler(config, Pages(num_pages, config.page_size), speculator.limit)
+    return Assembly(Lockstep(scheduler, Step(runner, speculator, rows, rule)), vocab, max_length)
+
+
+def _max_length(models: list[Decoder], config: EngineConfig, num_pages: int) -> int:
+    """The longest sequence: what is asked for, or the target's positions and the pool allow."""
+    held = (num_pages - 1) * config.page_size
+    if held < 2:
+        raise InvalidValue("kv_bytes", config.kv_bytes, "enough for two pages")
+    most = min(models[0].config.max_position, held)
+    length = config.max_length or most
+    if length > most:
+        reason = "the model's position limit" if most < held else "what the KV pool holds"
+        raise InvalidValue("max_length", length, f"at most {most}, {reason}")
+    for model in models[1:]:
+        if model.config.max_position < length:
+            limit = model.config.max_position
+            raise InvalidValue("max_length", length, f"at most {limit}, the position limit of the draft model")
+    return length
+
+
+def _pool(model: Decoder, num_pages: int, page_size: int) -> Pool:
+    return Pool.allocate(model.config, num_pages, page_size, model.dtype, model.device)

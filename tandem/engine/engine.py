@@ -1,0 +1,110 @@
+"""A thread that drives one engine. Any thread may submit and abort; results come back through a queue per request.
+
+A step that fails ends the requests that were running, with the error; those that wait are unharmed and go on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from queue import SimpleQueue
+
+from tandem.engine.lockstep import Delta, Lockstep
+from tandem.errors import TandemError
+from tandem.request import Request
+
+__all__ = ["Engine", "EngineFailure"]
+
+
+class EngineFailure(TandemError):
+    """A step failed; the cause is chained. Requests that had not started go on."""
+
+
+class Engine:
+    """Runs a driver in a thread of its own until `close`."""
+
+    def __init__(self, driver: Lockstep) -> None:
+        self.driver = driver
+        self._changed = threading.Condition()
+        self._inbox: deque[Request] = deque()
+        self._aborts: deque[Request] = deque()
+        self._results: dict[Request, SimpleQueue[Delta | Exception]] = {}
+        self._closing = False
+        self._thread = threading.Thread(target=self._loop, name="tandem-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, *requests: Request) -> SimpleQueue[Delta | Exception]:
+        """Queue requests together; their deltas arrive in the queue returned. The last delta of each is
+        marked `ended`; an exception in the queue ends one of them.
+
+        Raises:
+            EngineFailure: the engine is closed.
+        """
+        results: SimpleQueue[Delta | Exception] = SimpleQueue()
+        with self._changed:
+            if self._closing:
+                raise EngineFailure("the engine is closed")
+            for request in requests:
+                self._results[request] = results
+                self._inbox.append(request)
+            self._changed.notify()
+        return results
+
+    def abort(self, request: Request) -> None:
+        """End a request at the next step border with finish reason "abort". Does nothing if it has ended."""
+        with self._changed:
+            self._aborts.append(request)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Abort what runs and stop the thread."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _loop(self) -> None:
+        busy = False
+        while self._receive(wait=not busy):
+            try:
+                for delta in self.driver.turn():
+                    self._send(delta)
+            except Exception as error:  # noqa: BLE001 -- whatever a step raises must reach its requests, not kill the thread
+                self._fail(error)
+            scheduler = self.driver.scheduler
+            busy = bool(scheduler.running or scheduler.waiting)
+        for request in list(self._results):
+            self._end(request)
+
+    def _receive(self, wait: bool) -> bool:
+        """Take in new requests and aborts. False: the engine is to stop."""
+        with self._changed:
+            while wait and not (self._inbox or self._aborts or self._closing):
+                self._changed.wait()
+            arrived, self._inbox = self._inbox, deque()
+            aborts, self._aborts = self._aborts, deque()
+        for request in arrived:
+            self.driver.scheduler.add(request)
+        for request in aborts:
+            self._end(request)
+        return not self._closing
+
+    def _end(self, request: Request) -> None:
+        if request in self._results and request.finish_reason is None:
+            request.finish_reason = "abort"
+            self._send(self.driver.end(request))
+
+    def _send(self, delta: Delta) -> None:
+        results = self._results[delta.request]
+        if delta.ended:
+            del self._results[delta.request]
+        results.put(delta)
+
+    def _fail(self, error: Exception) -> None:
+        scheduler = self.driver.scheduler
+        for request in list(scheduler.running or scheduler.waiting):
+            request.finish_reason = "error"
+            self.driver.end(request)
+            failure = EngineFailure(f"the step failed: {error}")
+            failure.__cause__ = error
+            self._results.pop(request).put(failure)

@@ -1,0 +1,34 @@
+"""A model together with its KV pool and the vocabulary that the engine uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tandem.cache.pool import Pool
+from tandem.engine.batch import Batch
+from tandem.models.decoder import Decoder
+
+__all__ = ["Runner"]
+
+
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """Runs one model. `vocab` is the number of token ids in use: rows that only pad an lm_head are cut off, and ids
+    that a draft lacks get probability 0."""
+
+    model: Decoder
+    pool: Pool
+    vocab: int
+
+    def forward(self, batch: Batch) -> Tensor:
+        """[T, H] hidden states after the final norm; KV is written on the way."""
+        return self.model.forward(batch, self.pool)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[K, H] -> [K, vocab] in the sampler's precision."""
+        logits = self.model.logits(hidden)
+        missing = self.vocab - logits.shape[1]
+        return pad(logits, (0, missing), value=float("-inf")) if missing > 0 else logits[:, : self.vocab]

@@ -1,0 +1,216 @@
+"""One step, the same for plain decoding, prefill and every kind of speculation.
+
+    plan -> enter -> draft -> target -> verify -> commit -> observe
+
+Everything here works on rows of the device table; the host contributes what `Plan` holds and reads the verdict once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tandem.cache.rows import Rows
+from tandem.engine.logprobs import rank
+from tandem.engine.plan import Plan, Work
+from tandem.engine.runner import Runner
+from tandem.engine.stage import Spans, stage
+from tandem.request import Request, TokenLogprobs
+from tandem.speculate.draft import Carry, Draft, Speculator, Verdict
+from tandem.speculate.law import Needs, Nodes, shape
+from tandem.speculate.verify import Noise, Rule, verify
+
+__all__ = ["Decoding", "Outcome", "Seen", "Step"]
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """The rows that emit in this step, as a speculator's `draft` sees them.
+
+    Attributes:
+        requests: their host side; `requests[r].tokens` is what is committed.
+        index: [R] int64 table rows.
+        known: [R] int64 committed tokens.
+        quota: most nodes to draft for each.
+        needs: what their sampling options ask for.
+    """
+
+    requests: tuple[Request, ...]
+    index: Tensor
+    known: Tensor
+    quota: tuple[int, ...]
+    needs: Needs
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What just became true, as a speculator's `observe` sees it: spans of committed tokens it has not been shown.
+
+    `complete[r]` says whether span r ends in the row's last committed token, after which it will draft.
+    """
+
+    spans: Spans
+    complete: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A step's result on the host, for the emitting work in its order."""
+
+    tokens: list[list[int]]
+    drafted: tuple[int, ...]
+    logprobs: list[list[TokenLogprobs]]
+
+
+class Step:
+    """Owns the device state and runs steps over it."""
+
+    def __init__(self, target: Runner, speculator: Speculator, rows: Rows, rule: Rule) -> None:
+        self.target = target
+        self.speculator = speculator
+        self.rows = rows
+        self.rule = rule
+        self.carry: Carry = None
+        self.page_size = target.pool.page_size
+
+    @torch.inference_mode()
+    def run(self, plan: Plan) -> Outcome:
+        """Compute the planned tokens; emit, commit and report what follows."""
+        self._enter(plan)
+        decoding = self._decoding(plan.emitting)
+        draft = self.speculator.draft(decoding, self.carry)
+        self._place(decoding, draft)
+        spans = self._spans(plan, draft)
+        hidden = self.target.forward(stage(self.rows, spans, self.page_size, draft))
+        self._prompt_logprobs(plan, spans, hidden)
+        self.rows.length[spans.index] += torch.tensor(spans.counts, device=spans.index.device)
+        outcome = self._emit(spans, decoding, draft, hidden) if decoding.requests else Outcome([], (), [])
+        self.carry = self.speculator.observe(self._seen(plan, outcome), self.carry)
+        return outcome
+
+    def _emit(self, spans: Spans, decoding: Decoding, draft: Draft, hidden: Tensor) -> Outcome:
+        """Judge the draft, commit what follows, and read it."""
+        logits = self._logits(spans, draft, hidden)
+        verdict = self._verify(decoding, draft, logits)
+        self._commit(decoding, draft, verdict)
+        return self._read(decoding, draft, verdict, logits)
+
+    def _enter(self, plan: Plan) -> None:
+        """Bring admitted requests and newly reserved pages to the device, the pages in one copy."""
+        for request in plan.admitted:
+            self.rows.admit(request)
+        triples = [
+            (request.row, place, request.pages[place])
+            for request, first in plan.grown
+            for place in range(first, len(request.pages))
+        ]
+        if triples:
+            row, place, page = torch.tensor(triples, dtype=torch.int64).T.to(self.rows.pages.device)
+            self.rows.pages[row, place] = page
+
+    def _decoding(self, emitting: tuple[Work, ...]) -> Decoding:
+        requests = tuple(w.request for w in emitting)
+        index = torch.tensor([r.row for r in requests], dtype=torch.int64, device=self.rows.known.device)
+        needs = Needs.of([r.params for r in requests])
+        return Decoding(requests, index, self.rows.known[index], tuple(w.quota for w in emitting), needs)
+
+    def _place(self, decoding: Decoding, draft: Draft) -> None:
+        """Write drafted tokens behind the committed ones, where the batch gathers them: node j in slot root + j."""
+        places = decoding.known[:, None] + torch.arange(draft.width, device=decoding.known.device)
+        self.rows.tokens[decoding.index[:, None], places] = draft.tokens
+
+    def _spans(self, plan: Plan, draft: Draft) -> Spans:
+        """What the target computes: known tokens, then drafted nodes, row after row."""
+        rows = tuple(w.request.row for w in plan.work)
+        drafted = draft.counts + (0,) * (len(rows) - len(draft.counts))
+        counts = tuple(w.count + n for w, n in zip(plan.work, drafted, strict=True))
+        bounds = tuple(w.request.computed + c for w, c in zip(plan.work, counts, strict=True))
+        index = torch.tensor(rows, dtype=torch.int64, device=self.rows.length.device)
+        return Spans(rows, index, self.rows.length[index], counts, bounds)
+
+    def _logits(self, spans: Spans, draft: Draft, hidden: Tensor) -> Tensor:
+        """[R, N + 1, V] logits at the root and every drafted node of the emitting rows; padding repeats the last."""
+        places = []
+        for last, drafted in zip(spans.last(), draft.counts, strict=False):
+            root = last - drafted
+            places.append([root + min(j, drafted) for j in range(draft.width + 1)])
+        chosen = torch.tensor(places, dtype=torch.int64, device=hidden.device).view(-1)
+        return self.target.logits(hidden[chosen]).view(len(draft.counts), draft.width + 1, self.target.vocab)
+
+    def _verify(self, decoding: Decoding, draft: Draft, logits: Tensor) -> Verdict:
+        nodes = Nodes.of(draft, decoding.index, decoding.known)
+        shaped = shape(logits.flatten(0, 1), nodes, self.rows, decoding.needs).view_as(logits)
+        return verify(self.rule, draft, shaped, Noise.of(self.rows, decoding.index, decoding.needs))
+
+    def _commit(self, decoding: Decoding, draft: Draft, verdict: Verdict) -> None:
+        """Append emitted tokens, set lengths and counts; bring the accepted path of a tree together in KV."""
+        rows, known = self.rows, decoding.known
+        width = verdict.tokens.shape[1]
+        steps = torch.arange(width, device=known.device)
+        # Padding columns land behind the new end, where nothing is read before it is written.
+        rows.tokens[decoding.index[:, None], known[:, None] + steps] = verdict.tokens
+        rows.known[decoding.index] = known + verdict.counts
+        rows.length[decoding.index] = known + verdict.counts - 1
+        if rows.counts is not None:
+            real = (steps < verdict.counts[:, None]).to(rows.counts.dtype)
+            where = (decoding.index[:, None].expand_as(verdict.tokens), verdict.tokens)
+            rows.counts.index_put_(where, real, accumulate=True)
+        if draft.branching:
+            self._compact(decoding, verdict)
+
+    def _compact(self, decoding: Decoding, verdict: Verdict) -> None:
+        """Move the KV of accepted node path[i] from slot root + path[i] to slot root + i."""
+        root = decoding.known[:, None] - 1
+        steps = torch.arange(verdict.path.shape[1], device=root.device)
+        path = torch.where(steps < verdict.counts[:, None], verdict.path, steps)
+        self.target.pool.move(self._slots(decoding, root + path), self._slots(decoding, root + steps))
+
+    def _slots(self, decoding: Decoding, place: Tensor) -> Tensor:
+        pages = self.rows.pages[decoding.index[:, None], place // self.page_size]
+        return (pages * self.page_size + place % self.page_size).flatten()
+
+    def _read(self, decoding: Decoding, draft: Draft, verdict: Verdict, logits: Tensor) -> Outcome:
+        """The one copy from the device: what was emitted."""
+        counts = verdict.counts.tolist()
+        tokens = [line[:n] for line, n in zip(verdict.tokens.tolist(), counts, strict=True)]
+        listed: list[list[TokenLogprobs]] = []
+        for r, request in enumerate(decoding.requests):
+            top = request.params.logprobs
+            path = verdict.path[r, : counts[r]]
+            listed.append([] if top is None else rank(logits[r, path], verdict.tokens[r, : counts[r]], top))
+        return Outcome(tokens, draft.counts, listed)
+
+    def _prompt_logprobs(self, plan: Plan, spans: Spans, hidden: Tensor) -> None:
+        first = 0
+        for work, count in zip(plan.work, spans.counts, strict=True):
+            request, top = work.request, work.request.params.prompt_logprobs
+            # The logits at position i tell of token i + 1; what a preemption already showed is not shown again.
+            start = len(request.prompt_logprobs)
+            end = min(request.computed + work.count, request.prompt_length - 1)
+            if top is not None and start < end:
+                places = slice(first + start - request.computed, first + end - request.computed)
+                logits = self.target.logits(hidden[places])
+                chosen = torch.tensor(request.tokens[start + 1 : end + 1], device=hidden.device)
+                request.prompt_logprobs.extend(rank(logits, chosen, top))
+            first += count
+
+    def _seen(self, plan: Plan, outcome: Outcome) -> Seen:
+        """Spans from what each speculating row's speculator has been shown up to what is committed or computed now."""
+        rows, counts, bounds, complete = [], [], [], []
+        for i, work in enumerate(plan.work):
+            request = work.request
+            if request.quota == 0:
+                continue
+            emitted = outcome.tokens[i] if i < len(outcome.tokens) else []
+            end = request.known + len(emitted) if emitted else request.computed + work.count
+            rows.append(request.row)
+            counts.append(end - request.observed)
+            bounds.append(end)
+            complete.append(bool(emitted))
+            request.observed = end
+        index = torch.tensor(rows, dtype=torch.int64, device=self.rows.known.device)
+        start = self.rows.observed[index]
+        self.rows.observed[index] = start + torch.tensor(counts, dtype=torch.int64, device=start.device)
+        return Seen(Spans(tuple(rows), index, start, tuple(counts), tuple(bounds)), tuple(complete))
