@@ -56,7 +56,7 @@ _BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_BIASED = ("attn_q", "attn_k", "attn_v")
+_BIASED = ("attn_q", "attn_k", "attn_v", "attn_output")
 _ROPE_FREQS = "rope_freqs.weight"
 
 
@@ -156,7 +156,7 @@ class _Shape:
             norm_eps=self._number("attention.layer_norm_rms_epsilon"),
             rope=self._rope(head_dim),
             sliding_window=(window,) * layers,
-            qkv_bias=self._arch == "qwen2" or "blk.0.attn_q.bias" in self._stored,
+            qkv_bias=self._arch == "qwen2" or any(f"blk.0.{base}.bias" in self._stored for base in _BIASED),
             qk_norm=self._arch == "qwen3",
             tied="output.weight" not in self._stored,
         )

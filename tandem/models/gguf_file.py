@@ -20,7 +20,7 @@ from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType,
 from tandem.errors import LoadError
 from tandem.models.dequant import SUPPORTED
 
-__all__ = ["Metadata", "Stored", "read", "shards"]
+__all__ = ["Metadata", "Stored", "read"]
 
 Scalar = int | float | bool | str
 Metadata = dict[str, Scalar | list[Scalar]]
@@ -51,7 +51,7 @@ class Stored:
     data: torch.Tensor  # [rows, bytes of a row] uint8, a view of the mapped file
 
 
-def shards(path: Path) -> list[Path]:
+def _shards(path: Path) -> list[Path]:
     """The files of one model, in order, from any of them or from a folder that holds this model alone."""
     if path.is_dir():
         path = _only_model(path)
@@ -80,7 +80,7 @@ def _only_model(folder: Path) -> Path:
 
 def read(path: Path) -> tuple[Metadata, dict[str, Stored]]:
     """Open every file of a model: the metadata of the first and the tensors of all by name."""
-    files = shards(path)
+    files = _shards(path)
     opened = [_Header(file).parse() for file in files]
     metadata, tensors = opened[0][0], dict[str, Stored]()
     for i, (file, (its, its_tensors)) in enumerate(zip(files, opened, strict=True)):
@@ -91,15 +91,11 @@ def read(path: Path) -> tuple[Metadata, dict[str, Stored]]:
                 raise LoadError(f"{file}: belongs to another model than {theirs}")
         twice = tensors.keys() & its_tensors.keys()
         if twice:
-            raise LoadError(
-                f"{file}: belongs to another model: tensor {min(twice)} is in an earlier file too"
-            )
+            raise LoadError(f"{file}: belongs to another model: tensor {min(twice)} is in an earlier file too")
         tensors |= its_tensors
     total = metadata.get("split.tensors.count", len(tensors))
     if len(files) > 1 and total != len(tensors):
-        raise LoadError(
-            f"{path}: {len(tensors)} tensors in {len(files)} files, split.tensors.count = {total}"
-        )
+        raise LoadError(f"{path}: {len(tensors)} tensors in {len(files)} files, split.tensors.count = {total}")
     return metadata, tensors
 
 
@@ -207,9 +203,7 @@ class _Header:
             kind = GGMLQuantizationType(number)
             weights, size = GGML_QUANT_SIZES[kind]
             if 0 in shape or shape[-1] % weights:
-                raise self._corrupt(
-                    f"tensor {name} {shape}: {kind.name} needs rows of a multiple of {weights}"
-                )
+                raise self._corrupt(f"tensor {name} {shape}: {kind.name} needs rows of a multiple of {weights}")
             if name in tensors:
                 raise self._corrupt(f"tensor {name} is given twice")
             if offset != expected:

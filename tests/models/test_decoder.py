@@ -273,7 +273,7 @@ def test_weight_bytes_counts_what_a_step_reads():
 
 
 def test_moved_entries_are_read_at_their_new_place():
-    """Node 40 of a tree is accepted: its KV moves to the slot after the context."""
+    """Sources and targets overlap, as they do when an accepted path is brought together."""
     model = decoder("llama", torch.float64)
     session = Session(model)
     session.run({0: 60})

@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf import quants
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
 from tandem.models import dequant
 

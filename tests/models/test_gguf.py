@@ -1,12 +1,7 @@
 import logging
 import math
-import random
-import shutil
-import struct
-import sys
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -15,93 +10,7 @@ from gguf import quants
 
 from tandem.errors import LoadError
 from tandem.models.gguf import GGUFCheckpoint
-
-LAYERS, HIDDEN, INNER, VOCAB, HEAD = 2, 64, 96, 40, 16
-ARCHITECTURES = {
-    "llama": gguf.MODEL_ARCH.LLAMA,
-    "qwen2": gguf.MODEL_ARCH.QWEN2,
-    "qwen3": gguf.MODEL_ARCH.QWEN3,
-}
-
-
-def hugging_face_model(arch: str, heads: int, kv_heads: int, bias: bool) -> dict[str, np.ndarray]:
-    """Random float32 tensors under the names of Hugging Face, without a head."""
-    rng = np.random.default_rng(heads * 10 + kv_heads)
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,)}
-    for layer in range(LAYERS):
-        at = f"model.layers.{layer}"
-        for name, rows in (("q", heads * HEAD), ("k", kv_heads * HEAD), ("v", kv_heads * HEAD)):
-            shapes[f"{at}.self_attn.{name}_proj.weight"] = (rows, HIDDEN)
-            if bias:
-                shapes[f"{at}.self_attn.{name}_proj.bias"] = (rows,)
-        if arch == "qwen3":
-            shapes[f"{at}.self_attn.q_norm.weight"] = shapes[f"{at}.self_attn.k_norm.weight"] = (HEAD,)
-        shapes[f"{at}.self_attn.o_proj.weight"] = (HIDDEN, heads * HEAD)
-        shapes[f"{at}.mlp.gate_proj.weight"] = shapes[f"{at}.mlp.up_proj.weight"] = (INNER, HIDDEN)
-        shapes[f"{at}.mlp.down_proj.weight"] = (HIDDEN, INNER)
-        shapes[f"{at}.input_layernorm.weight"] = shapes[f"{at}.post_attention_layernorm.weight"] = (HIDDEN,)
-    return {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
-
-
-def rotary_order(weights: np.ndarray, heads: int) -> np.ndarray:
-    """The converter's order of rows for llama: of each head the first row, the middle one, the second, ..."""
-    size = len(weights) // heads
-    rows = [head * size + half * size // 2 + i for head in range(heads) for i in range(size // 2) for half in (0, 1)]
-    return weights[rows]
-
-
-def stored_name(arch: str, name: str) -> str:
-    found = gguf.get_tensor_name_map(ARCHITECTURES[arch], LAYERS).get_name(name, (".weight", ".bias"))
-    assert found is not None, name
-    return found
-
-
-class Model:
-    """A tiny model and how to write it; a test changes what it is about."""
-
-    def __init__(self, arch: str = "llama", heads: int = 4, kv_heads: int = 2, bias: bool = False) -> None:
-        self.arch, self.heads, self.kv_heads = arch, heads, kv_heads
-        self.tensors = hugging_face_model(arch, heads, kv_heads, bias)
-        self.extra: dict[str, np.ndarray] = {}  # tensors under GGUF names
-        self.kinds: dict[str, Kind] = {}  # Hugging Face name -> type, F32 if not here
-        self.metadata: dict[str, object] = {
-            "block_count": LAYERS,
-            "context_length": 128,
-            "embedding_length": HIDDEN,
-            "feed_forward_length": INNER,
-            "attention.head_count": heads,
-            "attention.head_count_kv": kv_heads,
-            "attention.key_length": HEAD,
-            "attention.layer_norm_rms_epsilon": 1e-5,
-            "rope.freq_base": 5e5,
-        }
-
-    def rows(self, name: str) -> np.ndarray:
-        """The tensor as the converter lays it out."""
-        if self.arch == "llama" and ".q_proj." in name:
-            return rotary_order(self.tensors[name], self.heads)
-        if self.arch == "llama" and ".k_proj." in name:
-            return rotary_order(self.tensors[name], self.kv_heads)
-        return self.tensors[name]
-
-    def write(self, path: Path, tensors_per_file: int = 0) -> Path:
-        writer = gguf.GGUFWriter(path, self.arch, split_max_tensors=tensors_per_file)
-        for key, value in self.metadata.items():
-            add = {
-                int: writer.add_uint32, float: writer.add_float32, str: writer.add_string,
-                bool: writer.add_bool, list: writer.add_array,
-            }[type(value)]  # fmt: skip
-            add(f"{self.arch}.{key}", value)
-        for name in self.tensors:
-            kind = self.kinds.get(name, Kind.F32)
-            writer.add_tensor(stored_name(self.arch, name), quants.quantize(self.rows(name), kind), raw_dtype=kind)
-        for name, data in self.extra.items():
-            writer.add_tensor(name, data)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        return path
+from tests.models.tiny_gguf import HEAD, HIDDEN, INNER, LAYERS, VOCAB, Model, refused
 
 
 @pytest.fixture
@@ -112,28 +21,6 @@ def model() -> Model:
 @pytest.fixture
 def path(tmp_path) -> Path:
     return tmp_path / "model.gguf"
-
-
-def patch(path: Path, after: str, offset: int, form: str, value: int) -> None:
-    """Overwrite a number that lies `offset` bytes after a name in the header."""
-    data = bytearray(path.read_bytes())
-    at = data.index(after.encode()) + len(after) + offset
-    struct.pack_into(form, data, at, value)
-    path.write_bytes(data)
-
-
-def replace(path: Path, old: bytes, new: bytes) -> None:
-    data = path.read_bytes()
-    assert data.count(old) == 1
-    path.write_bytes(data.replace(old, new))
-
-
-def refused(path: Path, *parts: str) -> None:
-    """Opening fails with an error that names the file and every one of `parts`."""
-    with pytest.raises(LoadError) as error:
-        GGUFCheckpoint(path)
-    for part in (path.name, *parts):
-        assert part in str(error.value)
 
 
 # Layout
@@ -308,7 +195,8 @@ def test_missing_metadata_is_named(path, model, key):
 
 
 def test_an_unknown_architecture_is_refused_with_the_list_of_known_ones(path, model):
-    replace(model.write(path), b"\5\0\0\0\0\0\0\0llama", b"\5\0\0\0\0\0\0\0mamba")
+    data = model.write(path).read_bytes()
+    path.write_bytes(data.replace(b"\5\0\0\0\0\0\0\0llama", b"\5\0\0\0\0\0\0\0mamba"))
     refused(path, "'mamba'", "llama, qwen2, qwen3")
 
 
@@ -321,7 +209,7 @@ def test_unknown_tensors_are_named_in_a_warning(path, model, caplog):
 
 
 @pytest.mark.parametrize(
-    "name", ["blk.0.attn_output.bias", "blk.1.ffn_up.bias", "output.bias", "rope_factors_long.weight"]
+    "name", ["blk.0.attn_norm.bias", "blk.1.ffn_up.bias", "output.bias", "rope_factors_long.weight"]
 )
 def test_tensors_that_would_change_the_result_are_refused(path, model, name):
     model.extra[name] = np.ones(HIDDEN, dtype=np.float32)
@@ -335,135 +223,3 @@ def test_a_tensor_that_is_not_there_is_named(path, model):
         checkpoint.tensor("model.layers.1.mlp.up_proj.weight")
     del model.tensors["model.embed_tokens.weight"]
     refused(model.write(path), "token_embd.weight")
-
-
-# Damage
-
-
-def test_an_unknown_type_is_named_with_its_tensor(path, model):
-    patch(model.write(path), "blk.1.ffn_up.weight", 4 + 2 * 8, "<I", 77)
-    refused(path, "blk.1.ffn_up.weight", "77", "Q4_K")
-
-
-def test_rows_that_are_no_whole_number_of_blocks_are_refused(path, model):
-    model.kinds["model.layers.0.mlp.up_proj.weight"] = Kind.Q8_0
-    patch(model.write(path), "blk.0.ffn_up.weight", 4, "<Q", 48)
-    refused(path, "blk.0.ffn_up.weight", "32")
-
-
-def test_a_tensor_out_of_place_is_refused(path, model):
-    patch(model.write(path), "blk.1.ffn_up.weight", 4 + 2 * 8 + 4, "<Q", 0)
-    refused(path, "blk.1.ffn_up.weight", "offset 0")
-
-
-def test_a_file_cut_short_anywhere_is_refused(path, model):
-    whole = model.write(path).read_bytes()
-    for length in [*range(0, len(whole), 997), len(whole) - 1]:
-        path.write_bytes(whole[:length])
-        refused(path, f"{length} bytes")
-
-
-def test_damage_to_the_header_never_ends_in_another_error(path, model):
-    model.write(path)
-    whole = path.read_bytes()
-    end = whole.index(b"blk.1.ffn_up.weight")
-    rng = random.Random(0)
-    errors = 0
-    for _ in range(400):
-        data = bytearray(whole)
-        data[rng.randrange(end)] = rng.choice([0, 1, 127, 255])
-        path.write_bytes(data)
-        try:
-            GGUFCheckpoint(path)
-        except LoadError:
-            errors += 1
-    assert errors > 100
-
-
-@pytest.mark.parametrize("start", [b"", b"PK\3\4 no model", b"GGUF\1\0\0\0", b"GGUF\0\0\0\3"])
-def test_other_files_are_refused(path, start):
-    path.write_bytes(start.ljust(64, b"\0") if start else b"")
-    refused(path)
-
-
-def test_a_folder_without_one_model_is_refused(tmp_path, model):
-    refused(tmp_path, "no .gguf file")
-    model.write(tmp_path / "a.gguf")
-    model.write(tmp_path / "b.gguf")
-    refused(tmp_path, "several", "a.gguf", "b.gguf")
-    refused(tmp_path / "c.gguf", "no such file")
-
-
-# Split models
-
-
-@pytest.fixture
-def split(tmp_path, model) -> list[Path]:
-    model.write(tmp_path / "tiny.gguf", tensors_per_file=7)
-    files = sorted(tmp_path.glob("*.gguf"))
-    assert [file.name for file in files] == [f"tiny-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
-    return files
-
-
-@pytest.mark.parametrize("given", [0, 1, 2, "folder"])
-def test_a_split_model_opens_from_any_of_its_files(split, model, given):
-    checkpoint = GGUFCheckpoint(split[0].parent if given == "folder" else split[given])
-    assert checkpoint.metadata["general.architecture"] == "llama"
-    assert checkpoint.names() == model.tensors.keys()
-    for name, expected in model.tensors.items():
-        assert np.array_equal(checkpoint.tensor(name).numpy(), expected)
-
-
-def test_a_missing_file_is_named(split):
-    split[1].unlink()
-    refused(split[2], split[1].name)
-    refused(split[0].parent, split[1].name)
-
-
-def test_a_file_under_the_name_of_another_is_refused(split):
-    shutil.copy(split[1], split[2])
-    refused(split[2], "file 3 of 3", "split.no = 1 of split.count = 3")
-
-
-def test_a_split_file_under_a_name_of_its_own_is_refused(split):
-    alone = split[1].rename(split[1].with_name("alone.gguf"))
-    refused(alone, "file 1 of 1", "split.count = 3")
-
-
-def test_files_of_different_models_are_refused(split, tmp_path):
-    other = tmp_path / "other"
-    other.mkdir()
-    Model("qwen3").write(other / "tiny.gguf", tensors_per_file=8)
-    shutil.copy(other / split[1].name, split[1])
-    refused(split[1], "another model", "split.tensors.count = 24 and 20")
-
-
-def test_a_tensor_in_two_files_is_refused(split):
-    replace(split[2], b"blk.1.attn_q.weight", b"blk.0.attn_q.weight")
-    refused(split[2], "blk.0.attn_q.weight", "another model")
-
-
-def test_a_wrong_count_of_tensors_is_refused(split):
-    for file in split:
-        patch(file, "split.tensors.count", 4, "<i", 21)
-    refused(split[0], "20 tensors", "split.tensors.count = 21")
-
-
-# Memory
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the memory map of the process")
-def test_the_file_is_mapped_until_it_is_closed_and_its_tensors_are_gone(path, model):
-    def mapped() -> bool:
-        return str(path) in Path("/proc/self/maps").read_text()
-
-    checkpoint = GGUFCheckpoint(model.write(path))
-    norm = checkpoint.tensor("model.norm.weight")
-    expected = norm.clone()
-    assert mapped()
-    checkpoint.close()
-    assert torch.equal(norm, expected)
-    with pytest.raises(LoadError, match="closed"):
-        checkpoint.tensor("model.norm.weight")
-    del norm
-    assert not mapped()
