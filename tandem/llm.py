@@ -124,10 +124,10 @@ class LLM:
         Raises:
             InvalidValue: names the field, its value and what is allowed.
         """
+        if not isinstance(prompts, Sequence):
+            raise InvalidValue("prompts", prompts, "text, token ids, or a list of either")
         single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
         batch: Sequence[Prompt] = [prompts] if single else prompts  # type: ignore[list-item, assignment]
-        if not isinstance(batch, Sequence):
-            raise InvalidValue("prompts", prompts, "text, token ids, or a list of either")
         return self._complete([self._encode(p) for p in batch], params, single)
 
     def chat(
@@ -136,14 +136,13 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Completion | list[Completion]:
         """Answer a conversation, or a list of them, through the model's chat template."""
-        single = not messages or isinstance(messages[0], Mapping)
+        single = not isinstance(messages, Sequence) or not messages or isinstance(messages[0], Mapping)
         batch = [messages] if single else messages
         return self._complete([self.tokenizer.chat(m) for m in batch], params, single)  # type: ignore[arg-type]
 
     def stream(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None) -> Iterator[Increment]:
         """Answer one prompt or conversation piece by piece. Closing the iterator aborts the request."""
-        is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
-        tokens = self.tokenizer.chat(prompt) if is_chat else self._encode(prompt)  # type: ignore[arg-type]
+        tokens = self.tokenizer.chat(prompt) if _is_conversation(prompt) else self._encode(prompt)  # type: ignore[arg-type]
         submission = self.submit(tokens, params or SamplingParams())
         return self._increments(submission)
 
@@ -158,7 +157,11 @@ class LLM:
             self.engine.abort(request)
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if not isinstance(prompt, Sequence):
+            raise InvalidValue("prompt", prompt, "text or a list of token ids")
+        return list(prompt)
 
     def _requests(self, tokens: Sequence[int], params: SamplingParams) -> tuple[Request, ...]:
         self._check(tokens, params)
@@ -261,6 +264,10 @@ def _completion(requests: tuple[Request, ...], texts: Mapping[Request, str]) -> 
     usage = Usage(first.prompt_length, sum(len(c.token_ids) for c in choices), first.cached)
     prompt = tuple(first.tokens[: first.prompt_length])
     return Completion(prompt, tuple(first.prompt_logprobs) if asked else None, choices, usage)
+
+
+def _is_conversation(prompt: object) -> bool:
+    return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping)
 
 
 def _signed(value: int) -> int:

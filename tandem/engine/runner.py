@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 from torch.nn.functional import pad
@@ -17,7 +17,7 @@ __all__ = ["Runner"]
 @dataclass(frozen=True, slots=True)
 class Runner:
     """Runs one model. `vocab` is the number of token ids in use: rows that only pad an lm_head are cut off, and ids
-    that a draft lacks get probability 0."""
+    that a draft lacks get probability 0, and are read as its last id."""
 
     model: Decoder
     pool: Pool
@@ -25,6 +25,8 @@ class Runner:
 
     def forward(self, batch: Batch) -> Tensor:
         """[T, H] hidden states after the final norm; KV is written on the way."""
+        if self.model.config.vocab < self.vocab:
+            batch = replace(batch, tokens=batch.tokens.clamp(max=self.model.config.vocab - 1))
         return self.model.forward(batch, self.pool)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from pathlib import Path
 
 import torch
@@ -37,3 +39,12 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device | str) -> De
         raise LoadError(f"{path}: {error}") from error
     finally:
         checkpoint.close()
+        _return_freed_memory()
+
+
+def _return_freed_memory() -> None:
+    """Give what the conversion has freed back to the system: glibc would keep about a sixth of the model's size."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
