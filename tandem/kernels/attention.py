@@ -106,8 +106,8 @@ class AttentionPlan:
             page_table: [R, P] int64 page ids in row order; unused entries are 0.
             counts: each row's tokens in the batch.
             bounds: no query of the row sees this slot or a later one; the host's upper bound.
-            seen_to: [T] int64 last slot of its row that a query sees unconditionally. Without a tree this is the
-                query's own slot, and a row's tokens sit in consecutive slots that end at or below the bound.
+            seen_to: [T] int64 last slot of its row that a query sees unconditionally; its own, if there is no tree.
+                A row's tokens sit in consecutive slots below the bound, and none sees a slot after its own.
             ancestors: [T] int64 words; bit j set = the query sees slot base + j. Nodes follow their parents.
             base: [T] int64 slot of tree node 0; given exactly if `ancestors` is.
         """
@@ -177,8 +177,8 @@ class AttentionPlan:
             size = min(_PIECE, max(TILE, size))
             for start in range(0, count, size):
                 end = min(start + size, count)
-                # Without a tree, tokens before the row's last see that many slots fewer.
-                seen = bound if self._tree else bound - (count - end)
+                # Tokens before the row's last see that many slots fewer.
+                seen = bound - (count - end)
                 yield _Piece(row, first + start, end - start, -(-seen // BLOCK))
             first += count
 
@@ -237,7 +237,7 @@ def _attend_group(group: _Group, rows: Tensor, pages: Tensor, mask: Tensor) -> T
     flat = torch.bmm(query, entries[0].transpose(1, 2))
     scores = flat.view(kv_heads, pieces, blocks, m, BLOCK).add_(mask)
     weights = scores.sub_(scores.amax((2, 4), keepdim=True)).exp_()
-    # Over blocks the sums run one by one: torch.sum takes another order for some of its columns.
-    total = weights.sum(-1).cumsum(2)[:, :, -1, :, None]
+    total = weights.sum((2, 4)).unsqueeze(-1)
     first, *later = torch.bmm(flat, entries[1]).view(kv_heads, pieces, blocks, m, head_dim).unbind(2)
+    # One by one, because a sum over a dimension that is not the last takes another order for some of its columns.
     return reduce(Tensor.add_, later, first).div(total).view(-1, head_dim)

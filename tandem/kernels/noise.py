@@ -46,7 +46,7 @@ _GOLDEN = _signed(0x9E3779B97F4A7C15)
 _MIX_1 = _signed(0xBF58476D1CE4E5B9)
 _MIX_2 = _signed(0x94D049BB133111EB)
 
-_CHUNK = {"cpu": 1 << 15}  # elements mixed at once: a chunk and its scratch stay in a core's cache
+_CHUNK = {"cpu": 1 << 17}  # elements mixed at once: a chunk and its scratch stay in the cores' caches
 _LARGE_CHUNK = 1 << 24  # elsewhere only the size of the temporary matters
 
 

@@ -143,10 +143,8 @@ def _penalise(logits: Tensor, nodes: Nodes, rows: Rows) -> Tensor:
     presence = rows.presence[nodes.row, None]
     frequency = rows.frequency[nodes.row, None]
     weakened = torch.where(logits > 0, logits / repetition, logits * repetition)
-    changed = torch.where(written | rows.in_prompt[nodes.row], weakened, logits)
-    changed = changed - presence * written - frequency * counts
-    asked = (repetition != 1) | (presence != 0) | (frequency != 0)
-    return torch.where(asked, changed, logits)
+    repeated = torch.where(written | rows.in_prompt[nodes.row], weakened, logits)
+    return repeated - presence * written - frequency * counts
 
 
 def _hold_stops(logits: Tensor, nodes: Nodes, rows: Rows) -> Tensor:
@@ -162,8 +160,8 @@ def _hold_stops(logits: Tensor, nodes: Nodes, rows: Rows) -> Tensor:
 def _top_k(logits: Tensor, nodes: Nodes, rows: Rows, most: int) -> Tensor:
     wanted = rows.top_k[nodes.row, None]
     smallest = logits.topk(most).values.gather(1, wanted.clamp(max=most) - 1)
-    off = wanted >= logits.shape[1]
-    return logits.masked_fill(~(_leading(logits, smallest, wanted) | off | _greedy(nodes, rows)), _NEVER)
+    off = (wanted >= logits.shape[1]) | _greedy(nodes, rows)
+    return _keep(logits, logits, smallest.masked_fill(off, _NEVER), wanted.masked_fill(off, logits.shape[1]))
 
 
 def _top_p(logits: Tensor, nodes: Nodes, rows: Rows) -> Tensor:
@@ -173,7 +171,8 @@ def _top_p(logits: Tensor, nodes: Nodes, rows: Rows) -> Tensor:
     off = (wanted >= 1) | _greedy(nodes, rows)
     ordered, mass = _most_likely(p, wanted.masked_fill(off, 0))
     size = ((mass < wanted).sum(-1, keepdim=True) + 1).clamp(max=mass.shape[1])
-    return logits.masked_fill(~(_leading(p, ordered.gather(1, size - 1), size) | off), _NEVER)
+    smallest = ordered.gather(1, size - 1)
+    return _keep(logits, p, smallest.masked_fill(off, _NEVER), size.masked_fill(off, logits.shape[1]))
 
 
 def _most_likely(p: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,15 +193,18 @@ def _most_likely(p: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
 def _min_p(logits: Tensor, nodes: Nodes, rows: Rows) -> Tensor:
     """Keep tokens at least min_p times as likely as the most likely one."""
     least = logits.amax(-1, keepdim=True) + rows.min_p[nodes.row, None].log()
-    return logits.masked_fill((logits < least) & ~_greedy(nodes, rows), _NEVER)
+    return torch.where(logits >= least.masked_fill(_greedy(nodes, rows), _NEVER), logits, _NEVER)
 
 
-def _leading(values: Tensor, smallest: Tensor, size: Tensor) -> Tensor:
-    """[K, V] bool: the `size` largest values, down to `smallest` ([K, 1]); of equal ones the lowest ids."""
-    above = values > smallest
-    level = values == smallest
-    room = size - above.sum(-1, keepdim=True)
-    return above | (level & (level.cumsum(-1, dtype=torch.int32) <= room))
+def _keep(logits: Tensor, values: Tensor, smallest: Tensor, size: Tensor) -> Tensor:
+    """Logits at the `size` largest values, the last of which is `smallest`, both [K, 1]; -inf elsewhere."""
+    kept = values >= smallest
+    # Equals at the end seldom overflow the size; a CPU looks first and saves numbering them.
+    if values.device.type != "cpu" or bool((kept.sum(-1, keepdim=True) > size).any()):
+        level = values == smallest
+        room = size - (values > smallest).sum(-1, keepdim=True)
+        kept &= ~level | (level.cumsum(-1, dtype=torch.int32) <= room)
+    return torch.where(kept, logits, _NEVER)
 
 
 def _greedy(nodes: Nodes, rows: Rows) -> Tensor:

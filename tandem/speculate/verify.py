@@ -46,9 +46,11 @@ __all__ = [
 
 
 class Chance(Protocol):
-    """The randomness of one step for R rows. `greedy` [R] marks rows that leave nothing to chance."""
+    """The randomness of one step for R rows."""
 
-    greedy: Tensor
+    @property
+    def greedy(self) -> Tensor:
+        """[R] bool: rows that leave nothing to chance."""
 
     def choose(self, logits: Tensor, stream: int, depth: Tensor) -> Tensor:
         """Draw from softmax(logits) [R, M, V] for the positions root + depth [R, M].
@@ -150,7 +152,7 @@ def verify(rule: Rule, draft: Draft, shaped: Tensor, chance: Chance) -> Verdict:
         chance: the step's randomness.
     """
     assert shaped.shape[:2] == (draft.tokens.shape[0], draft.width + 1)
-    assert rule.trees or not draft.branching
+    check_rule(rule, draft.branching)
     return rule.judge(draft, shaped, chance)
 
 
@@ -221,9 +223,9 @@ class Ratio(Rule):
 class Block(Rule):
     """Block verification: accept a prefix of i tokens by what the law still owes there.
 
-    P_0 = 1 and P_i = min(1, P_(i-1) p(x_i) / q(x_i)). A prefix passes with probability h_i = s_i / (s_i + 1 -
-    P_i), where s_i is the mass of (P_i p - q)+ behind it; the longest prefix that passes is accepted,
-    wherever shorter ones stand. Behind the last drafted token q is nothing, hence s = P and h = P.
+    P_0 = 1 and P_i = min(1, P_(i-1) p(x_i) / q(x_i)). The prefix of i tokens passes with probability
+    h_i = s_i / (s_i + 1 - P_i), where s_i is the mass of (P_i p - q)+ behind it, and the longest one that passes is
+    accepted, whether or not shorter ones do. Behind the last drafted token q is nothing, hence s = h = P.
     """
 
     name = "block"
@@ -243,10 +245,8 @@ class Block(Rule):
             owed.append(left.cumsum(-1)[:, -1])  # a running sum has one order; a plain one may depend on the batch
         scale = torch.stack(weight, 1)  # [R, N + 1]
         share = torch.stack(owed, 1) if owed else scale[:, 1:]
-        whole = share + 1 - scale[:, 1:]
-        settled = whole <= 0  # nothing owed here nor above: pass
-        share, whole = share.masked_fill(settled, 1), whole.masked_fill(settled, 1)
-        coins = chance.accept(share, whole, draft.depths()[:, :-1])
+        # A share of 0 / 0 is rejected, and no matter: behind it p = q, so that a longer prefix passes for sure.
+        coins = chance.accept(share, share + 1 - scale[:, 1:], draft.depths()[:, :-1])
         accepted = (draft.depths() * pad(coins & _real(draft), (1, 0))).amax(1)
         own = _draw_residual(p, draft, accepted, scale.gather(1, accepted[:, None])[:, 0], chance)
         return _emit(draft, draft.depths(), accepted, own)

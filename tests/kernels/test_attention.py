@@ -78,6 +78,15 @@ class World:
         return visible if window is None else visible & (slots > own - window)
 
 
+@pytest.fixture(params=[2, 3])
+def threads(request):
+    """Three threads share work in pieces that are no multiple of a vector's width."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
 def close(out, expected):
     tolerance = 1e-12 if out.dtype == torch.float64 else 2e-5
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
@@ -94,9 +103,9 @@ def test_values(dtype, heads, window):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads", [(6, 2), (9, 3), (4, 4), (4, 1)])
+@pytest.mark.parametrize("heads", [(9, 3), (4, 4), (4, 1)])
 @pytest.mark.parametrize("window", [None, 50])
-def test_bits_do_not_depend_on_the_batch(dtype, heads, window):
+def test_bits_do_not_depend_on_the_batch(dtype, heads, window, threads):
     lengths = [5, 17, 130, 270, 400] + [1 + 7 * i for i in range(59)]
     world = World(lengths, *heads, dtype=dtype)
     (alone,) = world.run([(3, 262, 270)], window)
@@ -109,11 +118,11 @@ def test_bits_do_not_depend_on_the_batch(dtype, heads, window):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 100])
-def test_bits_do_not_depend_on_the_chunk(dtype, window):
+def test_bits_do_not_depend_on_the_chunk(dtype, window, threads):
     world = World([700, 90], dtype=dtype)
     (whole,) = world.run([(0, 0, 700)], window)
-    for size in (1, 2, 3, 5, 6, 16, 33, 128, 129, 400):
-        starts = range(0, 700, size) if size > 30 else range(600 - 600 % size, 650, size)
+    for size in (1, 2, 5, 6, 33, 129, 400):
+        starts = range(0, 700, size) if size > 30 else range(600 - 600 % size, 630, size)
         for first in starts:
             end = min(700, first + size)
             out, _ = world.run([(0, first, end), (1, 20, 25)], window)
@@ -161,13 +170,14 @@ def words_of(parents):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("nodes", [1, 2, 17, 64])
-@pytest.mark.parametrize("window", [None, 3, 40])
+@pytest.mark.parametrize("nodes", [1, 17, 64])
+@pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("root_in_context", [True, False])
-def test_tree(dtype, nodes, window, root_in_context):
+@pytest.mark.parametrize("chain", [4, 110])
+def test_tree(dtype, nodes, window, root_in_context, chain):
     """A row of chain tokens and a tree behind them, next to a row of plain tokens."""
     parents, depths = tree_of(nodes, 5)
-    context, chain = 115, 4
+    context = 115
     total = context + nodes
     world = World([60, total], dtype=dtype)
     own = torch.arange(context - chain, total)

@@ -220,6 +220,16 @@ def test_stop_tokens_are_held_back_to_the_token():
         assert shaped == ([1.0, NEVER, 1.0, NEVER] if drafted < 3 else [1.0] * 4)
 
 
+def test_stop_tokens_are_those_of_the_row():
+    """Rows with fewer stop tokens than their neighbour, or none, lose no other token."""
+    params = [SamplingParams(min_tokens=3)] * 3
+    rows = admit(params, 5)
+    for row, stops in enumerate([(1, 3, 4), (3,), ()]):
+        rows._fill_stops(row, stops)
+    shaped = shape(torch.ones(3, 5, dtype=torch.float64), here(rows, 3), rows, Needs.of(params))
+    assert [(line == NEVER).nonzero()[:, 0].tolist() for line in shaped] == [[1, 3, 4], [3], []]
+
+
 def test_minimum_length_gives_way_to_the_allow_list():
     params = SamplingParams(min_tokens=3, allowed_token_ids=(1, 3))
     assert one(params, [0.0, 1.0, 2.0, 3.0], stops=(1, 3)) == [NEVER, 1.0, NEVER, 3.0]
