@@ -15,6 +15,7 @@ from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
+from typing import overload
 
 from tandem.config import EngineConfig
 from tandem.engine.build import Assembly, Drafting, assemble, compute_dtype
@@ -110,6 +111,18 @@ class LLM:
         """Abort what runs and stop the engine's thread."""
         self.engine.close()
 
+    @overload
+    def generate(
+        self, prompts: Prompt, params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Completion: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: list[str] | list[list[int]] | list[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]: ...
+
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Completion | list[Completion]:
@@ -130,6 +143,16 @@ class LLM:
         batch: Sequence[Prompt] = [prompts] if single else prompts  # type: ignore[list-item, assignment]
         return self._complete([self._encode(p) for p in batch], params, single)
 
+    @overload
+    def chat(
+        self, messages: Sequence[Message], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Completion: ...
+
+    @overload
+    def chat(
+        self, messages: Sequence[Sequence[Message]], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]: ...
+
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
@@ -142,7 +165,10 @@ class LLM:
 
     def stream(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None) -> Iterator[Increment]:
         """Answer one prompt or conversation piece by piece. Closing the iterator aborts the request."""
-        tokens = self.tokenizer.chat(prompt) if _is_conversation(prompt) else self._encode(prompt)  # type: ignore[arg-type]
+        if _is_conversation(prompt):
+            tokens = self.tokenizer.chat(prompt)  # type: ignore[arg-type]
+        else:
+            tokens = self._encode(prompt)  # type: ignore[arg-type]
         submission = self.submit(tokens, params or SamplingParams())
         return self._increments(submission)
 
@@ -159,9 +185,9 @@ class LLM:
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        if not isinstance(prompt, Sequence):
-            raise InvalidValue("prompt", prompt, "text or a list of token ids")
-        return list(prompt)
+        if isinstance(prompt, Sequence):
+            return [*prompt]  # whatever is in it is checked with the request
+        raise InvalidValue("prompt", prompt, "text or a list of token ids")
 
     def _requests(self, tokens: Sequence[int], params: SamplingParams) -> tuple[Request, ...]:
         self._check(tokens, params)

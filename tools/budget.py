@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent / "tandem"
 CORE, FILE, FUNCTION, USUAL, PARAMETERS, DEPTH = 6000, 400, 60, 30, 6, 2
 FORBIDDEN = {
-    r"\bprint\(": "print",
+    r"(?<![\w.])print\(": "print",
     r"\bos\.(environ|getenv)": "an environment variable",
     r"isinstance\([^)]*(Speculator|Lookup|DraftModel|NoSpeculation)": "isinstance on a speculator",
 }

@@ -65,11 +65,11 @@ def _modes(runs: Runs, workload: Workload) -> dict[str, Report]:
 
 def acceptance_tables(report: Report) -> list[Table]:
     """The modes at each temperature, then how deep drafts are accepted, then the kinds of prompt."""
-    modes = Table(title="a step's tokens include the target's own; cycle cost = tokens/step over ratio")
-    depths = Table("temperature", "mode", title="share of steps that delivered at least this many drafted tokens")
-    kinds = Table("temperature", "mode", title="tokens/step and acceptance by kind of prompt")
-    for heading in ("temperature", "mode", "tokens/step", "drafted/step", "acceptance", "ratio", "cycle cost"):
-        modes.add_column(heading, justify="left" if heading in ("temperature", "mode") else "right")
+    modes = Table(title="tok/step counts the target's own token, drafted is per step; cycle cost = tok/step / ratio")
+    depths = Table("temp", "mode", title="share of steps that delivered at least this many drafted tokens")
+    kinds = Table("temp", "mode", title="tok/step and acceptance by kind of prompt")
+    for heading in ("temp", "mode", "tok/step", "drafted", "accepted", "ratio", "cycle cost"):
+        modes.add_column(heading, justify="left" if heading in ("temp", "mode") else "right", overflow="fold")
     rows = [
         (f"{at['temperature']:g}", mode, made) for at in report["temperatures"] for mode, made in at["modes"].items()
     ]

@@ -39,9 +39,9 @@ def latency_report(model: str, llms: Mapping[str, LLM], workload: Workload, runs
 
 def modes_table(report: Report) -> Table:
     """A line for each mode."""
-    table = Table(title="one request at a time; a step's tokens include the target's own")
-    for heading in ("mode", "tokens/s", "ratio", "bound", "first token", "tokens/step", "drafted/step", "acceptance"):
-        table.add_column(heading, justify="left" if heading == "mode" else "right")
+    table = Table(title="tok/step counts the target's own token too; drafted is per step")
+    for heading in ("mode", "tok/s", "ratio", "bound", "1st token", "tok/step", "drafted", "accepted"):
+        table.add_column(heading, justify="left" if heading == "mode" else "right", overflow="fold")
     for mode, made in report["modes"].items():
         table.add_row(
             mode,

@@ -27,9 +27,8 @@ from tandem.errors import InvalidValue
 from tandem.llm import LLM
 from tandem.sampling import SamplingParams
 
-__all__ = ["Clock", "Figures", "Mode", "Runs", "Sample", "Tick", "ask", "figures", "interleave", "parse_modes"]
+__all__ = ["Figures", "Mode", "Runs", "Sample", "Tick", "ask", "figures", "interleave", "parse_modes"]
 
-Clock = Callable[[], float]
 Tick = Callable[[int, int], None]
 """Called with the answers that are done and the answers in all."""
 
@@ -83,9 +82,9 @@ Runs = dict[str, list[list[Sample]]]
 """By mode: for each prompt the samples of its repeats."""
 
 
-def ask(llm: LLM, tokens: Sequence[int], params: SamplingParams, clock: Clock = time.perf_counter) -> Sample:
+def ask(llm: LLM, tokens: Sequence[int], params: SamplingParams) -> Sample:
     """Time one answer. Raises what the engine raises."""
-    started = clock()
+    started = time.perf_counter()
     submission = llm.submit(tokens, params)
     deltas: list[Delta] = []
     times: list[float] = []
@@ -97,7 +96,7 @@ def ask(llm: LLM, tokens: Sequence[int], params: SamplingParams, clock: Clock = 
         ended = delta.ended
         if delta.tokens:
             deltas.append(delta)
-            times.append(clock())
+            times.append(time.perf_counter())
     assert deltas, "an answer that was not aborted has a token"
     counts = submission.requests[0].speculation
     return Sample(

@@ -81,7 +81,7 @@ def spread(items: Sequence[Item], limit: int | None) -> list[Item]:
 
 
 def _lines(text: str) -> Iterator[_Place]:
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             yield f"line {number}", {"user": line}
 
@@ -99,7 +99,8 @@ def _records(path: Path, text: str) -> Iterator[_Place]:
         # only here does "input" mean the prompt: in other shapes it is an argument of one
         for number, example in enumerate(whole["examples"]):
             asked = example.get("input") if isinstance(example, dict) else example
-            yield f"record {number}", {"user": asked}
+            place = f"record {number}"
+            yield place, {"user": _checked(path, place, "input", asked)}
         return
     for number, record in enumerate(whole if isinstance(whole, list) else [whole]):
         yield f"record {number}", record

@@ -7,11 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from tandem.cli.bench import acceptance, demo, latency
-from tandem.cli.chat import chat
-from tandem.cli.check import check
-from tandem.cli.generate import generate
-from tandem.cli.models import pull
+from tandem.cli import bench, chat, check, generate, models
 from tandem.errors import TandemError
 
 __all__ = ["app"]
@@ -36,9 +32,11 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-bench = typer.Typer(help="Measurements, with the theoretical bound beside them.", no_args_is_help=True)
-for command in (pull, generate, chat, check, demo):
-    app.command()(command)
-for command in (latency, acceptance):
-    bench.command()(command)
-app.add_typer(bench, name="bench")
+benches = typer.Typer(
+    help="Measurements, with the theoretical bound beside them.", no_args_is_help=True, rich_markup_mode=None
+)
+for verb in (models.pull, generate.generate, chat.chat, check.check, bench.demo):
+    app.command()(verb)
+for measurement in (bench.latency, bench.acceptance):
+    benches.command()(measurement)
+app.add_typer(benches, name="bench")

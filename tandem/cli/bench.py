@@ -73,6 +73,7 @@ def acceptance(
     """Count accepted tokens by depth, kind of prompt and temperature."""
     modes, workload = parse_modes(plan.modes, settings.draft_tokens), plan.workload(sampling)
     points = _numbers(temperatures)
+    _check_writable(plan.json)
     with _engines(model, modes, settings) as llms, _progress() as tick:
         report = acceptance_report(model, llms, workload, measure_temperatures(llms, modes, workload, points, tick))
     Console().print(*acceptance_tables(report))
@@ -88,11 +89,12 @@ def demo(
 ) -> None:
     """Answer six prompts with and without speculation on the same engine, and compare speed and output."""
     settings = EngineConfig()
-    workload = Workload(DEMO_PROMPTS, SamplingParams(temperature=0.0, max_tokens=96), repeats=3, seconds=45)
+    workload = Workload(DEMO_PROMPTS, SamplingParams(temperature=0.0, max_tokens=64), repeats=3, seconds=45)
     _latency(model, parse_modes("lookup,lookup:8", settings.draft_tokens), workload, settings, json)
 
 
 def _latency(model: str, modes: Sequence[Mode], workload: Workload, settings: EngineConfig, file: Path | None) -> None:
+    _check_writable(file)
     with _engines(model, modes, settings) as llms, _progress() as tick:
         bandwidth = read_bandwidth(settings.device)
         runs = measure(llms, modes, workload, tick)
@@ -101,6 +103,15 @@ def _latency(model: str, modes: Sequence[Mode], workload: Workload, settings: En
     for line in (bound_line(report), fastest_line(report), agreement_line(report["output"])):
         typer.echo(line)
     _finish(report, [report["output"]], file)
+
+
+def _check_writable(file: Path | None) -> None:
+    """Find out before minutes of measuring, not after."""
+    try:
+        if file is not None:
+            file.open("a").close()
+    except OSError as error:
+        raise InvalidValue("json", str(file), f"a file that can be written ({error.strerror})") from error
 
 
 @contextmanager
@@ -131,10 +142,7 @@ def _finish(report: Report, outputs: Sequence[Report], file: Path | None) -> Non
     """Write the JSON, and fail if a promise was broken."""
     line = json.dumps(report)
     if file is not None:
-        try:
-            file.write_text(line + "\n", encoding="utf-8")
-        except OSError as error:
-            raise InvalidValue("json", str(file), f"a file that can be written ({error.strerror})") from error
+        file.write_text(line + "\n", encoding="utf-8")
     typer.echo(line)
     if any(output["promised"] and not output["identical"] for output in outputs):
         raise typer.Exit(1)

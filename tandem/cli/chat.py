@@ -97,7 +97,7 @@ def _exchange(llm: LLM, messages: list[Message], params: SamplingParams, colour:
             for increment in increments:
                 counts.append((len(increment.token_ids), increment.accepted))
                 for text, drafted in pieces.split(increment):
-                    typer.secho(text, nl=False, fg="green" if colour and drafted else None)
+                    typer.echo(typer.style(text, fg="green") if colour and drafted else text, nl=False)
                     answer += text
     except KeyboardInterrupt:
         typer.secho(" [stopped]", nl=False, dim=True)

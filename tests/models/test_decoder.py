@@ -280,10 +280,10 @@ def test_moved_entries_are_read_at_their_new_place():
     slot = session.table[0, torch.arange(60) // 16] * 16 + torch.arange(60) % 16
     keys, values = session.pool.keys.clone(), session.pool.values.clone()
     flat = [t.flatten(2, 3) for t in (session.pool.keys, session.pool.values)]
-    session.pool.move(slot[[50, 51, 53]], slot[[49, 50, 51]])
+    session.pool.move(slot[[50, 49, 53]], slot[[49, 50, 51]])
     for now, before in zip(flat, (keys, values), strict=True):
         before = before.flatten(2, 3)
-        assert torch.equal(now[:, :, slot[[49, 50, 51]]], before[:, :, slot[[50, 51, 53]]])
+        assert torch.equal(now[:, :, slot[[49, 50, 51]]], before[:, :, slot[[50, 49, 53]]])
         rest = [i for i in range(now.shape[2]) if i not in slot[[49, 50, 51]].tolist()]
         assert torch.equal(now[:, :, rest], before[:, :, rest])
     assert session.pool.keys.nbytes + session.pool.values.nbytes == session.pool.num_pages * Pool.bytes_per_page(

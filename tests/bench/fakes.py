@@ -1,0 +1,103 @@
+"""Stand-ins for `LLM`: one that replays scripted answers on a clock of its own, and a real one with a tiny model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
+
+from tandem import LLM, EngineConfig, SamplingParams
+from tandem.engine.build import Drafting, assemble
+from tandem.engine.lockstep import Delta
+from tandem.llm import Submission
+from tandem.request import Request
+from tandem.text import Tokenizer
+from tests.exact import oracle
+
+SPECIALS = ("<s>", "</s>")
+CHAT = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "
+
+
+class Clock:
+    """Time that passes only when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@dataclass
+class Beat:
+    """One delivery: its tokens, how many of them were drafted and accepted, how many drafted, seconds it took."""
+
+    tokens: tuple[int, ...]
+    accepted: int = 0
+    drafted: int = 0
+    seconds: float = 0.0
+
+
+class Script:
+    """Answers by mode (`draft_tokens` of the request) and prompt (its first token), a list of beats for each repeat."""
+
+    def __init__(self, answers: dict[tuple[int, int], list[list[Beat]]], clock: Clock, rule: str = "match") -> None:
+        self.answers = {key: [list(beats) for beats in repeats] for key, repeats in answers.items()}
+        self.clock = clock
+        self.asked: list[tuple[int, int]] = []
+        self.config = EngineConfig(rule=rule)
+        model = SimpleNamespace(dtype=torch.bfloat16, weight_bytes=1_000_000)
+        step = SimpleNamespace(target=SimpleNamespace(model=model))
+        self.engine = SimpleNamespace(driver=SimpleNamespace(step=step))
+        self.tokenizer = SimpleNamespace(encode=lambda text: [int(text)], chat=lambda ms: [int(ms[0]["content"]), 7])
+
+    def submit(self, tokens: Sequence[int], params: SamplingParams) -> Submission:
+        key = (params.draft_tokens, tokens[0])
+        self.asked.append(key)
+        repeats = self.answers[key]
+        beats = repeats.pop(0) if len(repeats) > 1 else repeats[0]
+        request = Request(id="r", tokens=list(tokens), params=params, seed=0, stops=frozenset(), limit=99, quota=0)
+        for beat in beats:
+            request.speculation.record(beat.drafted, beat.accepted, len(beat.tokens))
+        return Submission((request,), Replay(request, beats, self.clock))
+
+
+class Replay:
+    """A queue that lets the beats' time pass."""
+
+    def __init__(self, request: Request, beats: list[Beat], clock: Clock) -> None:
+        self.beats = list(beats)
+        self.request = request
+        self.clock = clock
+
+    def get(self) -> Delta:
+        beat = self.beats.pop(0)
+        self.clock.now += beat.seconds
+        return Delta(self.request, beat.tokens, beat.accepted, "", (), not self.beats)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Ids 0 to 255 are the bytes, 256 and 257 begin and end a text."""
+    hidden = [b for b in range(256) if b < 0x21 or 0x7F <= b <= 0xA0 or b == 0xAD]
+    pieces = {chr(0x100 + hidden.index(b)) if b in hidden else chr(b): b for b in range(256)}
+    backend = Backend(models.BPE(vocab=pieces, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS])
+    return Tokenizer(
+        PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", chat_template=CHAT)
+    )
+
+
+def tiny_llm(model: str = "tiny", draft: str = "lookup", **settings: object) -> LLM:
+    """A real engine around random weights whose tokens are bytes; takes what `LLM` takes, any name for the model."""
+    config = EngineConfig(**{**settings, "dtype": "float64", "max_length": 500, "kv_bytes": 1 << 24, "lookup_match": 1})
+    drafting = Drafting.none() if draft == "none" else Drafting.lookup()
+    target = oracle.random_weights().decoder()
+    tokenizer = byte_tokenizer()
+    return LLM.from_parts(assemble(target, drafting, config, tokenizer.vocab_size), tokenizer, config)
