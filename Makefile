@@ -29,9 +29,9 @@ suite: setup
 	$(BIN)/tandem pull smollm2-135m
 	$(BIN)/python -m pytest
 
-# The real-text check at full size (hours on two cores).
+# The real-text check at full size: make nightly DATA=folder-of-prompt-files
 nightly: setup
-	$(BIN)/python tools/real_text.py --prompts 500
+	$(BIN)/python tools/real_text.py --prompts 500 --data "$(DATA)"
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

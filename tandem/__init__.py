@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tandem.config import EngineConfig
-    from tandem.errors import InvalidValue, LoadError, TandemError
+    from tandem.errors import EngineFailure, InvalidValue, LoadError, TandemError
     from tandem.llm import LLM
     from tandem.outputs import Choice, Completion, Increment, Usage
     from tandem.sampling import SamplingParams
@@ -20,6 +20,7 @@ __all__ = [
     "Choice",
     "Completion",
     "EngineConfig",
+    "EngineFailure",
     "Increment",
     "InvalidValue",
     "LoadError",
@@ -30,7 +31,7 @@ __all__ = [
 
 _HOMES = {
     "tandem.config": ("EngineConfig",),
-    "tandem.errors": ("InvalidValue", "LoadError", "TandemError"),
+    "tandem.errors": ("EngineFailure", "InvalidValue", "LoadError", "TandemError"),
     "tandem.llm": ("LLM",),
     "tandem.outputs": ("Choice", "Completion", "Increment", "Usage"),
     "tandem.sampling": ("SamplingParams",),

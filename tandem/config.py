@@ -13,6 +13,7 @@ __all__ = ["EngineConfig"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float64")
 RULES = ("match", "ratio", "block", "threshold")
+DEVICES = ("cpu", "cuda")
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
@@ -54,7 +55,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name, allowed in (("dtype", DTYPES), ("rule", RULES), ("page_size", PAGE_SIZES)):
-            if getattr(self, name) not in allowed:
+            value = getattr(self, name)
+            if value not in allowed or type(value) is not type(allowed[0]):
                 raise InvalidValue(name, getattr(self, name), "one of " + ", ".join(map(str, allowed)))
         for name, low, high in (
             ("max_rows", 1, 4096),
@@ -70,6 +72,8 @@ class EngineConfig:
         for name in ("prefix_cache", "mixed_drafts"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidValue(name, getattr(self, name), "True or False")
+        if not isinstance(self.device, str) or self.device.partition(":")[0] not in DEVICES:
+            raise InvalidValue("device", self.device, "one of " + ", ".join(DEVICES) + ", with an index if wanted")
         bound = self.threshold
         if isinstance(bound, bool) or not isinstance(bound, (int, float)) or math.isnan(bound) or not 0 <= bound <= 1:
             raise InvalidValue("threshold", bound, "a probability from 0 to 1")

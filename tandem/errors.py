@@ -1,11 +1,12 @@
-"""The errors a user can meet. Each names what was given and what is allowed; none is raised after work has begun.
+"""The errors that Tandem raises on purpose.
 
-`InvalidValue` is a `ValueError`, `LoadError` an `OSError`-like failure of a file, a download or a pair of models.
+`InvalidValue` and `LoadError` come before any work has begun, and name what was given and what is allowed;
+`EngineFailure` comes from a step that went wrong.
 """
 
 from __future__ import annotations
 
-__all__ = ["InvalidValue", "LoadError", "TandemError"]
+__all__ = ["EngineFailure", "InvalidValue", "LoadError", "TandemError"]
 
 
 class TandemError(Exception):
@@ -27,3 +28,7 @@ class InvalidValue(TandemError, ValueError):
 
 class LoadError(TandemError):
     """A model, a tokenizer or a file cannot be loaded, fetched or paired; the message names it and says why."""
+
+
+class EngineFailure(TandemError):
+    """The engine is closed, or a step failed and the cause is chained."""

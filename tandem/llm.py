@@ -9,8 +9,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
@@ -26,7 +26,7 @@ from tandem.hub import resolve
 from tandem.models.load import load_model
 from tandem.outputs import Choice, Completion, Increment, Usage
 from tandem.request import Request
-from tandem.sampling import SamplingParams
+from tandem.sampling import MAX_DRAFT, SamplingParams
 from tandem.text import TextStream, Tokenizer, check_pair, load_tokenizer
 
 __all__ = ["LLM", "Message", "Prompt", "Submission"]
@@ -86,10 +86,10 @@ class LLM:
         self._start(assemble(target, made, self.config, self.tokenizer.vocab_size))
 
     @classmethod
-    def from_parts(cls, assembly: Assembly, tokenizer: Tokenizer, config: EngineConfig) -> LLM:
+    def from_parts(cls, assembly: Assembly, tokenizer: Tokenizer) -> LLM:
         """Start from an engine that is already put together, for models that are in no file."""
         llm = cls.__new__(cls)
-        llm.config, llm.tokenizer, llm.draft = config, tokenizer, "custom"
+        llm.config, llm.tokenizer, llm.draft = assembly.config, tokenizer, "custom"
         llm._start(assembly)
         return llm
 
@@ -163,14 +163,13 @@ class LLM:
         batch = [messages] if single else messages
         return self._complete([self.tokenizer.chat(m) for m in batch], params, single)  # type: ignore[arg-type]
 
-    def stream(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None) -> Iterator[Increment]:
+    def stream(
+        self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None
+    ) -> Generator[Increment, None, None]:
         """Answer one prompt or conversation piece by piece. Closing the iterator aborts the request."""
-        if _is_conversation(prompt):
-            tokens = self.tokenizer.chat(prompt)  # type: ignore[arg-type]
-        else:
-            tokens = self._encode(prompt)  # type: ignore[arg-type]
-        submission = self.submit(tokens, params or SamplingParams())
-        return self._increments(submission)
+        encode = self.tokenizer.chat if _is_conversation(prompt) else self._encode
+        tokens = encode(prompt)  # type: ignore[arg-type]
+        return self._increments(self._requests(tokens, SamplingParams() if params is None else params))
 
     def submit(self, tokens: Sequence[int], params: SamplingParams) -> Submission:
         """Check a prompt and queue it, without waiting. Thread-safe. Raises InvalidValue."""
@@ -194,8 +193,9 @@ class LLM:
         longest = self.max_length - len(tokens)
         limit = len(tokens) + min(params.max_tokens or longest, longest)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else set(self.tokenizer.end_ids))
-        quota = self.config.draft_tokens if params.draft_tokens is None else params.draft_tokens
+        ends = frozenset() if params.ignore_eos else {t for t in self.tokenizer.end_ids if t < self.vocab}
+        # Later choices wait for the first one's prompt, if its pages can be shared.
+        shares = self.config.prefix_cache and params.prompt_logprobs is None
         name = f"request-{next(self._ids)}"
         requests: list[Request] = []
         for choice in range(params.n):
@@ -203,13 +203,13 @@ class LLM:
                 Request(
                     id=f"{name}-{choice}",
                     tokens=list(tokens),
-                    params=params,
+                    params=params if choice == 0 else replace(params, prompt_logprobs=None),
                     seed=_signed(seed + choice * _CHOICE_STRIDE),
-                    stops=stops,
+                    stops=frozenset(ends).union(params.stop_token_ids),
                     limit=limit,
-                    quota=quota,
+                    quota=MAX_DRAFT if params.draft_tokens is None else params.draft_tokens,
                     text=TextStream(self.tokenizer, params.stop, params.include_stop, params.skip_special_tokens),
-                    leader=requests[0] if requests else None,
+                    leader=requests[0] if requests and shares else None,
                 )
             )
         return tuple(requests)
@@ -230,7 +230,11 @@ class LLM:
     def _complete(
         self, prompts: list[list[int]], params: SamplingParams | Sequence[SamplingParams] | None, single: bool
     ) -> Completion | list[Completion]:
-        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
+        each = (
+            list(params)
+            if isinstance(params, Sequence)
+            else [SamplingParams() if params is None else params] * len(prompts)
+        )
         if len(each) != len(prompts):
             raise InvalidValue("params", f"{len(each)} entries", f"one, or one for each of {len(prompts)} prompts")
         made = [self._requests(p, s) for p, s in zip(prompts, each, strict=True)]
@@ -242,24 +246,26 @@ class LLM:
 
     def _collect(self, requests: list[Request], results: SimpleQueue[Delta | Exception]) -> dict[Request, str]:
         """Wait until all requests have ended; aborts them all if one fails or the caller is interrupted."""
-        texts = dict.fromkeys(requests, "")
+        pieces: dict[Request, list[str]] = {request: [] for request in requests}
         unfinished = len(requests)
         try:
             while unfinished:
                 delta = results.get()
                 if isinstance(delta, Exception):
                     raise delta
-                texts[delta.request] += delta.text
+                pieces[delta.request].append(delta.text)
                 unfinished -= delta.ended
         except BaseException:
             for request in requests:
                 self.engine.abort(request)
             raise
-        return texts
+        return {request: "".join(texts) for request, texts in pieces.items()}
 
-    def _increments(self, submission: Submission) -> Iterator[Increment]:
-        index = {request: i for i, request in enumerate(submission.requests)}
+    def _increments(self, requests: tuple[Request, ...]) -> Generator[Increment, None, None]:
+        """Submits when the first piece is asked for: an iterator that is never started leaves nothing running."""
+        index = {request: i for i, request in enumerate(requests)}
         unfinished = len(index)
+        submission = Submission(requests, self.engine.submit(*requests))
         try:
             while unfinished:
                 delta = submission.results.get()

@@ -134,21 +134,22 @@ class Request:
         """Tokens that may still be emitted."""
         return self.limit - self.known
 
-    def take(self, emitted: Sequence[int], drafted: int) -> tuple[int, str]:
+    def take(self, emitted: Sequence[int], drafted: int) -> tuple[int, int, str]:
         """Commit the emitted tokens of one step, one by one, up to the first that ends the request.
 
-        Returns how many were taken and the text that became final. The earliest event wins; on the same token a stop
-        wins over the length limit.
+        Returns how many were taken, how many of them were drafted, and the text that became final. The earliest event
+        wins; on the same token a stop wins over the length limit.
         """
-        accepted, taken, delta = len(emitted) - 1, 0, ""
+        taken, delta = 0, ""
         for token in emitted:
             self.tokens.append(token)
             taken += 1
             delta += self._end_check(token)
             if self.finish_reason is not None:
                 break
-        self.speculation.record(drafted, min(accepted, taken), taken)
-        return taken, delta
+        accepted = min(len(emitted) - 1, taken)
+        self.speculation.record(drafted if taken == len(emitted) else taken, accepted, taken)
+        return taken, accepted, delta
 
     def _end_check(self, token: int) -> str:
         delta, stopped = "", None

@@ -96,9 +96,7 @@ class Mirror:
 
     def calls(self):
         return (
-            [int(line.removeprefix("tiny-part")) for line in self.log.read_text().split()]
-            if self.log.exists()
-            else []
+            [int(line.removeprefix("tiny-part")) for line in self.log.read_text().split()] if self.log.exists() else []
         )
 
     def wheel(self, number):
@@ -499,9 +497,7 @@ def test_pip_downloads_a_wheel_under_the_users_settings(mirror, tmp_path, monkey
 
 @pytest.mark.usefixtures("pip_reads_the_mirror")
 def test_what_pip_says_is_passed_on(tmp_path):
-    with pytest.raises(
-        LoadError, match=r"tiny-part9 1\.0 cannot be downloaded, pip says: ERROR.*No matching"
-    ):
+    with pytest.raises(LoadError, match=r"tiny-part9 1\.0 cannot be downloaded, pip says: ERROR.*No matching"):
         pip_download("tiny-part9", "1.0", tmp_path, lambda arrived: None)
 
 

@@ -183,7 +183,7 @@ def test_several_choices(random_llm):
 
 
 def test_unseeded_requests_differ(random_llm):
-    outs = random_llm.generate([[5, 6]] * 3, SamplingParams(temperature=1.5, max_tokens=12))
+    outs = random_llm.generate([[5, 6]] * 3, SamplingParams(temperature=1.5, max_tokens=12, ignore_eos=True))
     assert len({o.token_ids for o in outs}) == 3
 
 
@@ -354,3 +354,65 @@ def test_unknown_settings_are_refused():
 
     with pytest.raises(InvalidValue, match="draft_token"):
         LLM("smollm2-135m", draft_token=3)
+
+
+def test_a_stream_that_is_closed_before_it_starts_runs_nothing(random_llm):
+    pieces = random_llm.stream([1, 2], greedy(max_tokens=200))
+    pieces.close()
+    assert not random_llm.engine._results
+    with pytest.raises(InvalidValue):
+        random_llm.stream([], greedy())  # checked at once, not when the first piece is asked for
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_dies_leaves_nobody_waiting():
+    with llm_of(writes(ALPHABET), "lookup") as llm:
+        llm.engine.driver.scheduler.add = None
+        with pytest.raises(EngineFailure):
+            llm.generate("a", greedy())
+        with pytest.raises(EngineFailure, match="closed"):
+            llm.generate("a", greedy())
+
+
+def test_a_failing_plan_ends_those_that_wait_for_it():
+    with llm_of(writes(ALPHABET), "lookup") as llm:
+        scheduler = llm.engine.driver.scheduler
+        honest, scheduler.plan = scheduler.plan, lambda: 1 / 0
+        with pytest.raises(EngineFailure, match="zero"):
+            llm.generate("a", greedy())
+        scheduler.plan = honest
+        healthy(llm)
+
+
+def test_an_end_token_outside_the_vocabulary_is_no_end():
+    """The tokenizer may name an end the model has no row for; a minimum length must not trip over it."""
+    with llm_of(writes(ALPHABET), "lookup") as llm:
+        llm.tokenizer.end_ids = (EOS, 5000)
+        assert len(llm.generate("a", greedy(min_tokens=5, max_tokens=8)).token_ids) == 8
+
+
+def test_a_draft_longer_than_its_quota_is_not_run():
+    from tandem.speculate.draft import Draft
+
+    class Greedy:
+        max_draft, branching = 4, False
+
+        def draft(self, decoding, carry):
+            return Draft.chain_of([[1] * (n + 1) for n in decoding.quota], decoding.index.device)
+
+        def observe(self, seen, carry):
+            return carry
+
+    with llm_of(writes(ALPHABET), "lookup") as llm:
+        llm.engine.driver.step.speculator = Greedy()
+        with pytest.raises(EngineFailure, match="slot"):
+            llm.generate("a", greedy())
+
+
+def test_a_tree_speculator_needs_a_rule_for_trees():
+    from tandem.config import EngineConfig
+    from tandem.engine.build import assemble
+    from tests.exact.conftest import drafting, target
+
+    with pytest.raises(InvalidValue, match="rule"):
+        assemble(target().decoder(), drafting("tree"), EngineConfig(dtype="float64", rule="ratio", kv_pages=50))

@@ -58,9 +58,11 @@ def writes(text: bytes | list[int], then: Mapping[int, int] | None = None) -> We
 
 def llm_of(target: Weights, draft: Weights | str = "none", **settings) -> LLM:
     """An LLM over a toy target; `draft` is a toy, "lookup" or "none"."""
-    config = EngineConfig(**{"dtype": "float64", "max_length": 256, "page_size": 4, "lookup_match": 1, **settings})
+    config = EngineConfig(
+        **{"dtype": "float64", "max_length": 256, "page_size": 4, "lookup_match": 1, "kv_pages": 2100, **settings}
+    )
     if isinstance(draft, Weights):
         drafting = Drafting.draft_model(draft.decoder())
     else:
         drafting = Drafting.none() if draft == "none" else Drafting.lookup()
-    return LLM.from_parts(assemble(target.decoder(), drafting, config, VOCAB - 3), TandemTokenizer(byte_hf()), config)
+    return LLM.from_parts(assemble(target.decoder(), drafting, config, VOCAB - 3), TandemTokenizer(byte_hf()))

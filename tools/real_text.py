@@ -4,8 +4,8 @@
     python tools/real_text.py --prompts 24 --tokens 32 --data FOLDER
 
 Every prompt runs without speculation, with lookup and with a draft model, greedy and seeded, and all tokens are
-compared. The draft is the target with some of its weights disturbed, so that it is right often but not always, unless --draft
-names another. The last line is JSON; the exit status is 1 if a token differs.
+compared. The draft is the target with some of its weights disturbed, so that it is right often but not always, unless
+--draft names another. The last line is JSON; the exit status is 1 if a token differs.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def engines(args: argparse.Namespace) -> Iterator[tuple[str, LLM]]:
             drafting = Drafting.draft_model(draft_of(path, args.draft, dtype))
         else:
             drafting = Drafting.none() if mode == "off" else Drafting.lookup()
-        with LLM.from_parts(assemble(target, drafting, config, tokenizer.vocab_size), tokenizer, config) as llm:
+        with LLM.from_parts(assemble(target, drafting, config, tokenizer.vocab_size), tokenizer) as llm:
             yield mode, llm
 
 

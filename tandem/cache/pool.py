@@ -6,6 +6,9 @@ page * page_size + offset. Page 0 is scratch: padding writes there and nobody re
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,7 +33,11 @@ class Pool:
     ) -> Pool:
         """A pool of zeros for a model of this shape: slots not yet written are read too, with weight 0, so finite."""
         shape = (config.layers, 2, config.kv_heads, num_pages, page_size, config.head_dim)
-        return cls(torch.zeros(shape, dtype=dtype, device=device))
+        if device.type != "cpu":
+            return cls(torch.zeros(shape, dtype=dtype, device=device))
+        # The system lends these zeros when a page is first written; torch.zeros would write them all.
+        lent = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+        return cls(torch.from_numpy(lent).view(dtype).view(shape))
 
     @staticmethod
     def bytes_per_page(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:

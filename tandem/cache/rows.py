@@ -30,7 +30,6 @@ class Rows:
         observed: [C] int64 tokens the speculator has been shown.
         pages: [C, P] int64 page ids; entries past the row's pages are 0, the scratch page.
         seed: [C] int64.
-        prompt: [C] int64 prompt length.
         temperature, top_p, min_p, repetition, presence, frequency: [C] floats of the sampler's precision.
         top_k: [C] int64, V where the filter is off.
         minimum: [C] int64 length before which no stop token may appear.
@@ -46,7 +45,6 @@ class Rows:
     observed: Tensor
     pages: Tensor
     seed: Tensor
-    prompt: Tensor
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
@@ -81,7 +79,6 @@ class Rows:
             observed=whole(capacity),
             pages=whole(capacity, pages),
             seed=whole(capacity),
-            prompt=whole(capacity),
             temperature=real(),
             top_k=whole(capacity),
             top_p=real(),
@@ -103,7 +100,6 @@ class Rows:
         self.length[row] = self.observed[row] = request.computed
         self.pages[row] = 0
         self.seed[row] = request.seed
-        self.prompt[row] = prompt
         self.temperature[row] = 0.0 if params.greedy else params.temperature
         self.top_k[row] = min(params.top_k, self.vocab) or self.vocab
         self.top_p[row] = params.top_p

@@ -8,9 +8,8 @@ a character or possible stop string that several tokens make up has the colour o
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
 from contextlib import closing
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 
@@ -93,7 +92,7 @@ def _exchange(llm: LLM, messages: list[Message], params: SamplingParams, colour:
     answer, counts, started = "", [], time.perf_counter()
     try:
         # closing: wherever Ctrl-C strikes, the request is aborted before the next line is read
-        with closing(cast("Generator[Increment]", increments)):
+        with closing(increments):
             for increment in increments:
                 counts.append((len(increment.token_ids), increment.accepted))
                 for text, drafted in pieces.split(increment):

@@ -21,7 +21,7 @@ from tandem.speculate.draft import MAX_NODES, Speculator
 from tandem.speculate.draft_model import DraftModel
 from tandem.speculate.lookup import Lookup
 from tandem.speculate.none import NoSpeculation
-from tandem.speculate.verify import Rule, rule_of
+from tandem.speculate.verify import Rule, check_rule, rule_of
 
 __all__ = ["Assembly", "Drafting", "Site", "assemble", "compute_dtype"]
 
@@ -69,13 +69,16 @@ class Drafting:
 class Assembly:
     """A driver, and what requests are checked against: token ids below `vocab`, at most `max_length` tokens."""
 
+    config: EngineConfig
     driver: Lockstep
     vocab: int
     max_length: int
 
 
 def compute_dtype(config: EngineConfig) -> torch.dtype:
-    """The dtype that `config.dtype` stands for on this machine."""
+    """The dtype that `config.dtype` stands for on this machine. Raises InvalidValue if the device is not there."""
+    if config.device != "cpu" and not torch.cuda.is_available():
+        raise InvalidValue("device", config.device, "cpu: torch finds no CUDA device here")
     if config.dtype != "auto":
         return {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}[config.dtype]
     native = torch.cpu._is_avx512_bf16_supported() if config.device == "cpu" else True
@@ -92,15 +95,13 @@ def assemble(target: Decoder, drafting: Drafting, config: EngineConfig, vocab: i
         vocab: token ids in use, if the tokenizer has fewer than the model has rows.
 
     Raises:
-        InvalidValue: the pool cannot hold what the settings ask for.
+        InvalidValue: the pool cannot hold what the settings ask for, or the rule cannot verify such drafts.
     """
     vocab = min(vocab or target.config.vocab, target.config.vocab)
     models = [target] if drafting.model is None else [target, drafting.model]
     page_bytes = sum(Pool.bytes_per_page(m.config, config.page_size, m.dtype) for m in models)
     num_pages = config.kv_pages or config.kv_bytes // page_bytes
     max_length = _max_length(models, config, num_pages)
-    # A row never holds more than its longest request: pages beyond that would only be memory.
-    num_pages = min(num_pages, 1 + config.max_rows * -(-max_length // config.page_size))
     slots = max_length + MAX_NODES + 1
     sampler = torch.float64 if target.dtype == torch.float64 else torch.float32
     device = torch.device(config.device)
@@ -108,15 +109,17 @@ def assemble(target: Decoder, drafting: Drafting, config: EngineConfig, vocab: i
     rule = rule_of(config)
     runner = Runner(target, _pool(target, num_pages, config.page_size), vocab)
     speculator = drafting.make(Site(rows, rule, vocab, num_pages, config))
-    scheduler = Scheduler(config, Pages(num_pages, config.page_size), speculator.limit)
-    return Assembly(Lockstep(scheduler, Step(runner, speculator, rows, rule)), vocab, max_length)
+    check_rule(rule, speculator.branching)
+    scheduler = Scheduler(config, Pages(num_pages, config.page_size), speculator.max_draft)
+    return Assembly(config, Lockstep(scheduler, Step(runner, speculator, rows, rule)), vocab, max_length)
 
 
 def _max_length(models: list[Decoder], config: EngineConfig, num_pages: int) -> int:
     """The longest sequence: what is asked for, or the target's positions and the pool allow."""
     held = (num_pages - 1) * config.page_size
     if held < 2:
-        raise InvalidValue("kv_bytes", config.kv_bytes, "enough for two pages")
+        name, value = ("kv_bytes", config.kv_bytes) if config.kv_pages is None else ("kv_pages", config.kv_pages)
+        raise InvalidValue(name, value, "enough for two tokens, and a page that is kept for padding")
     most = min(models[0].config.max_position, held)
     length = config.max_length or most
     if length > most:

@@ -1,6 +1,7 @@
 """A thread that drives one engine. Any thread may submit and abort; results come back through a queue per request.
 
-A step that fails ends the requests that were running, with the error; those that wait are unharmed and go on.
+A step that fails ends the requests that were in it, with the error; those that wait are unharmed and go on, unless
+planning itself fails with nothing running.
 """
 
 from __future__ import annotations
@@ -10,14 +11,10 @@ from collections import deque
 from queue import SimpleQueue
 
 from tandem.engine.lockstep import Delta, Lockstep
-from tandem.errors import TandemError
+from tandem.errors import EngineFailure
 from tandem.request import Request
 
-__all__ = ["Engine", "EngineFailure"]
-
-
-class EngineFailure(TandemError):
-    """A step failed; the cause is chained. Requests that had not started go on."""
+__all__ = ["Engine"]
 
 
 class Engine:
@@ -65,16 +62,19 @@ class Engine:
 
     def _loop(self) -> None:
         busy = False
-        while self._receive(wait=not busy):
-            try:
-                for delta in self.driver.turn():
-                    self._send(delta)
-            except Exception as error:  # noqa: BLE001 -- whatever a step raises must reach its requests, not kill the thread
-                self._fail(error)
-            scheduler = self.driver.scheduler
-            busy = bool(scheduler.running or scheduler.waiting)
-        for request in list(self._results):
-            self._end(request)
+        try:
+            while self._receive(wait=not busy):
+                try:
+                    for delta in self.driver.turn():
+                        self._send(delta)
+                except Exception as error:  # noqa: BLE001 -- whatever a step raises must reach its requests
+                    self._fail(error)
+                scheduler = self.driver.scheduler
+                busy = bool(scheduler.running or scheduler.waiting)
+            for request in list(self._results):
+                self._end(request)
+        finally:
+            self._abandon()
 
     def _receive(self, wait: bool) -> bool:
         """Take in new requests and aborts. False: the engine is to stop."""
@@ -101,10 +101,22 @@ class Engine:
         results.put(delta)
 
     def _fail(self, error: Exception) -> None:
+        """End all that the failed step had touched: a request whose results are open and that does not wait."""
         scheduler = self.driver.scheduler
-        for request in list(scheduler.running or scheduler.waiting):
-            request.finish_reason = "error"
-            self.driver.end(request)
-            failure = EngineFailure(f"the step failed: {error}")
-            failure.__cause__ = error
-            self._results.pop(request).put(failure)
+        known = [r for r in self._results if r not in self._inbox]
+        for request in [r for r in known if r not in scheduler.waiting] or known:
+            scheduler.drop(request)
+            self._break(request, f"the step failed: {error}", error)
+
+    def _abandon(self) -> None:
+        """Nothing may wait for a thread that is gone, however it went."""
+        with self._changed:
+            self._closing = True
+        for request in list(self._results):
+            self._break(request, "the engine's thread has ended", None)
+
+    def _break(self, request: Request, message: str, cause: Exception | None) -> None:
+        request.finish_reason = "error"
+        failure = EngineFailure(message)
+        failure.__cause__ = cause
+        self._results.pop(request).put(failure)

@@ -56,10 +56,10 @@ class Lockstep:
             if place < len(outcome.tokens):
                 tokens = outcome.tokens[place]
                 computed += len(tokens) - 1
-                taken, text = request.take(tokens, outcome.drafted[place])
+                taken, accepted, text = request.take(tokens, outcome.drafted[place])
                 logprobs = tuple(outcome.logprobs[place][:taken])
                 request.logprobs.extend(logprobs)
-                accepted, ended = min(taken, len(tokens) - 1), request.finish_reason is not None
+                ended = request.finish_reason is not None
                 deltas.append(Delta(request, tuple(tokens[:taken]), accepted, text, logprobs, ended))
             self.scheduler.advance(request, computed)
             if request.finish_reason is not None:

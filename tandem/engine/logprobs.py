@@ -23,8 +23,7 @@ def rank(logits: Tensor, chosen: Tensor, top: int) -> list[TokenLogprobs]:
     ids = torch.arange(values.shape[1], device=values.device)
     ahead = (values > own) | ((values == own) & (ids < chosen[:, None]))
     ranks = ahead.sum(-1).tolist()
-    order = torch.sort(values, dim=-1, descending=True, stable=True)
-    best = zip(order.indices[:, :top].tolist(), order.values[:, :top].tolist(), strict=True)
+    best = zip(*(t.tolist() for t in _likeliest(values, min(top, values.shape[1]))), strict=True)
     picked = zip(chosen.tolist(), own[:, 0].tolist(), ranks, best, strict=True)
     return [
         TokenLogprobs(
@@ -33,3 +32,15 @@ def rank(logits: Tensor, chosen: Tensor, top: int) -> list[TokenLogprobs]:
         )
         for token, value, place, (tokens, logs) in picked
     ]
+
+
+def _likeliest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Ids and values [K, count] of the largest values, in order; of equal ones the lowest ids (topk leaves it open)."""
+    if count == 0:
+        return values.new_zeros(len(values), 0, dtype=torch.int64), values[:, :0]
+    least = values.topk(count).values[:, -1:]
+    above, level = values > least, values == least
+    kept = above | (level & (level.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
+    ids = kept.nonzero()[:, 1].view(-1, count)
+    order = torch.sort(values.gather(1, ids), dim=-1, descending=True, stable=True)
+    return ids.gather(1, order.indices), order.values

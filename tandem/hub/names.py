@@ -104,9 +104,7 @@ class Hub:
         if match is None or match["repo"].endswith((".gguf", ".safetensors")):
             names = ", ".join(self.catalogue)
             forms = "org/repo, org/repo@revision, org/repo:file.gguf"
-            raise InvalidValue(
-                "name", name, f"a path that exists, one of {names}, or on Hugging Face {forms}"
-            )
+            raise InvalidValue("name", name, f"a path that exists, one of {names}, or on Hugging Face {forms}")
         return HuggingFace(match["repo"], match["revision"], match["file"])
 
     def _fetch(self, entry: Entry, path: Path, progress: Progress) -> None:

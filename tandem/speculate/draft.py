@@ -112,13 +112,21 @@ class Verdict:
 class Speculator(Protocol):
     """Guesses tokens. Two methods; the engine knows nothing else about it.
 
-    `limit` is the most nodes it will draft for a row.
+    Attributes:
+        max_draft: the most nodes it drafts for a row.
+        branching: whether its drafts may be more than chains.
     """
 
-    limit: int
+    max_draft: int
+    branching: bool
 
     def draft(self, decoding: Decoding, carry: Carry) -> Draft:
         """Guess from the carried state: at most `decoding.quota[r]` nodes for row r."""
 
     def observe(self, seen: Seen, carry: Carry) -> Carry:
-        """Run over what just became true, fill the KV it needs, return what the next draft starts from."""
+        """Run over what just became true, fill the KV it needs, return what the next draft starts from.
+
+        Shown are committed tokens, in order and without gaps, of every row that may draft: chunks of the prompt, then
+        what each step emitted. A prompt begins behind its cached prefix, whose pages hold the KV already, and is shown
+        again after preemption. The last span of a request may run past the token that ended it.
+        """

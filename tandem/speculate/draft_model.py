@@ -32,7 +32,8 @@ __all__ = ["DraftModel"]
 class DraftModel:
     """Drafts chains with a model of its own. The carry is [rows, V] logits after each row's last committed token."""
 
-    limit = MAX_DRAFT
+    max_draft = MAX_DRAFT
+    branching = False
 
     def __init__(self, runner: Runner, rows: Rows, rule: Rule) -> None:
         self.runner = runner

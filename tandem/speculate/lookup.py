@@ -23,7 +23,8 @@ __all__ = ["Lookup"]
 class Lookup:
     """Drafts a chain of copied tokens when at least `match` tokens at the end of the text occurred before."""
 
-    limit = MAX_DRAFT
+    max_draft = MAX_DRAFT
+    branching = False
 
     def __init__(self, match: int) -> None:
         self.match = match

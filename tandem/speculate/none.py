@@ -15,7 +15,8 @@ __all__ = ["NoSpeculation"]
 class NoSpeculation:
     """Drafts nothing and remembers nothing."""
 
-    limit = 0
+    max_draft = 0
+    branching = False
 
     def draft(self, decoding: Decoding, carry: Carry) -> Draft:
         """Always the empty draft."""

@@ -100,4 +100,4 @@ def tiny_llm(model: str = "tiny", draft: str = "lookup", **settings: object) -> 
     drafting = Drafting.none() if draft == "none" else Drafting.lookup()
     target = oracle.random_weights().decoder()
     tokenizer = byte_tokenizer()
-    return LLM.from_parts(assemble(target, drafting, config, tokenizer.vocab_size), tokenizer, config)
+    return LLM.from_parts(assemble(target, drafting, config, tokenizer.vocab_size), tokenizer)

@@ -112,9 +112,7 @@ class PagesMachine(RuleBasedStateMachine):
         return found, node
 
     @precondition(lambda self: len(self.holders) < 4)
-    @rule(
-        tokens=PROMPTS, cut=st.integers(-1, 2), root=st.sampled_from([ROOT, OTHER]), reserve=st.integers(0, 2)
-    )
+    @rule(tokens=PROMPTS, cut=st.integers(-1, 2), root=st.sampled_from([ROOT, OTHER]), reserve=st.integers(0, 2))
     def admit(self, tokens, cut, root, reserve):
         found, node = self.pages.match(tokens, len(tokens) - cut, root)
         assert (found, node) == self.expected_match(tokens, len(tokens) - cut, root)

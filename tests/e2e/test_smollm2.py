@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM
 
 from tandem.cache.pages import Pages
 from tandem.cache.pool import Pool
+from tandem.cache.rows import Rows
 from tandem.config import EngineConfig
 from tandem.engine.build import Drafting, assemble
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.stage import Spans, stage
-from tandem.cache.rows import Rows
 from tandem.hub import pull
 from tandem.llm import LLM
 from tandem.models.decoder import Decoder
@@ -73,7 +73,7 @@ def llm_of(drafting: Drafting, dtype: torch.dtype, **settings) -> LLM:
     name = str(dtype).removeprefix("torch.")
     config = EngineConfig(**{"dtype": name, "max_length": 512, **settings})
     tokenizer = load_tokenizer(path())
-    return LLM.from_parts(assemble(model(dtype), drafting, config, tokenizer.vocab_size), tokenizer, config)
+    return LLM.from_parts(assemble(model(dtype), drafting, config, tokenizer.vocab_size), tokenizer)
 
 
 def answers(llm: LLM, tokens: int, **options) -> list:
@@ -116,7 +116,9 @@ def test_logits_agree_with_transformers():
         assert torch.equal(ours.argmax(-1), expected.argmax(-1))
 
 
-@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.95}], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.95}], ids=["greedy", "seeded"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_speculation_changes_no_token(dtype, options):
     plain = answers(llm_of(Drafting.none(), dtype), 32, **options)

@@ -91,7 +91,7 @@ def check_plan(scheduler: Scheduler, plan: Plan) -> None:
     for work in plan.work:
         request = work.request
         assert request.row >= 0 and work.count >= 1
-        assert 0 <= work.quota <= min(request.quota, scheduler.limit)
+        assert 0 <= work.quota <= min(request.quota, scheduler.max_draft)
         if work.emits:
             assert work.quota <= request.room - 1, "more could be emitted than the request may still have"
         needed = min(request.computed + work.count + work.quota + work.emits, request.limit)

@@ -41,7 +41,7 @@ def params_of(name: str, **changes) -> SamplingParams:
 
 
 def prompt_of(name: str) -> list[int]:
-    """A prompt of its own for every sampler, of length 1 to 30; some repeat themselves, so that lookup finds something."""
+    """A prompt of its own for every sampler, of length 1 to 30; some repeat themselves, for lookup."""
     seed = sum(map(ord, name))
     generator = torch.Generator().manual_seed(seed)
     words = torch.randint(1, 300, (1 + seed % 15,), generator=generator).tolist()
@@ -61,9 +61,10 @@ def expected(name: str) -> tuple[tuple[int, ...], str]:
 
 class RandomTree:
     """Trees of random shape and tokens, into which the right continuation is sometimes mixed: a scripted drafter that
-    cheats by asking the oracle's cache, so that verification sees every depth of acceptance, and wrong siblings first."""
+    cheats by asking the oracle's cache. So verification sees every depth of acceptance, and wrong siblings first."""
 
-    limit = 12
+    max_draft = 12
+    branching = True
 
     def __init__(self, truth: Callable[[Request], Sequence[int]]) -> None:
         self.truth = truth
@@ -110,7 +111,7 @@ def drafting(kind: str, dtype=torch.float64) -> Drafting:
 
 
 def build(kind: str, **settings) -> Assembly:
-    config = EngineConfig(**{"dtype": "float64", "max_length": 96, "lookup_match": 1, **settings})
+    config = EngineConfig(**{"dtype": "float64", "max_length": 96, "lookup_match": 1, "kv_pages": 1700, **settings})
     return assemble(target().decoder(), drafting(kind), config)
 
 
