@@ -1,4 +1,4 @@
-"""The gated activation of the feed-forward layer (SwiGLU; Shazeer, 2020)."""
+"""SiLU, the activation of the gated feed-forward layer (SwiGLU; Shazeer, 2020)."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from torch import Tensor
 
 from tandem.kernels.precision import widen
 
-__all__ = ["silu_gate"]
+__all__ = ["silu"]
 
 
-def silu_gate(gate_up: Tensor) -> Tensor:
-    """[T, 2I], gate then up, -> silu(gate) * up [T, I], with silu rounded to the input's dtype.
+def silu(x: Tensor) -> Tensor:
+    """x / (1 + exp(-x)), computed in the working precision and rounded to x's dtype.
 
-    silu is spelled out: a fused one differs in the last bit between its vector loop and the leftover elements of a
-    thread's share, and the shares move with T. exp does not, and the other operations here are exact in both.
+    Spelled out, because the library's own differs in the last bit between its vector loop and the leftover elements of
+    a thread's share, and the shares move with the number of rows. exp does not, and the rest is exact in both.
     """
-    gate, up = gate_up.chunk(2, -1)
-    gate = widen(gate)
-    return (gate / gate.neg().exp_().add_(1.0)).to(up.dtype).mul_(up)
+    wide = widen(x)
+    return (wide / wide.neg().exp_().add_(1.0)).to(x.dtype)

@@ -186,7 +186,8 @@ class AttentionPlan:
         """Pieces that all have `m` query rows, and the rows of q [T * Hq, D] they stand for, [Hkv * R * M]."""
         heads, kv_heads, _, num_pages, page_size = geometry
         device, share = self._seen_to.device, heads // kv_heads
-        blocks = max(p.blocks for p in pieces)
+        # A single product would take another path in the library, which may split the sum between threads.
+        blocks = max(2 if kv_heads * len(pieces) == 1 else 1, *(p.blocks for p in pieces))
         first = torch.tensor([[p.first] for p in pieces])
         count = torch.tensor([[p.tokens] for p in pieces])
         place = torch.arange(m)
@@ -238,6 +239,7 @@ def _attend_group(group: _Group, rows: Tensor, pages: Tensor, mask: Tensor) -> T
     scores = flat.view(kv_heads, pieces, blocks, m, BLOCK).add_(mask)
     weights = scores.sub_(scores.amax((2, 4), keepdim=True)).exp_()
     total = weights.sum((2, 4)).unsqueeze(-1)
-    first, *later = torch.bmm(flat, entries[1]).view(kv_heads, pieces, blocks, m, head_dim).unbind(2)
+    product = torch.bmm(flat, entries[1])
+    first, *later = product.view(kv_heads, pieces, blocks, m, head_dim).unbind(2)
     # One by one, because a sum over a dimension that is not the last takes another order for some of its columns.
     return reduce(Tensor.add_, later, first).div(total).view(-1, head_dim)

@@ -2,7 +2,7 @@
 
     x = embedding[tokens]
     x = x + o(attention(rope(norm(qkv(rms_norm(x))))))      in every layer; keys and values go to the pool first
-    x = x + down(silu(gate) * up)
+    x = x + down(silu(gate(rms_norm(x))) * up(rms_norm(x)))
     hidden = rms_norm(x)                                    the features that heads and the trainer see
     logits = hidden @ head.T
 
@@ -20,7 +20,6 @@ from torch import Tensor
 from tandem.cache.pool import Pool
 from tandem.engine.batch import Batch
 from tandem.errors import LoadError
-from tandem.kernels.activation import silu_gate
 from tandem.kernels.attention import attend
 from tandem.kernels.linear import Linear
 from tandem.kernels.norm import RMSNorm
@@ -44,13 +43,14 @@ class _Layer:
     head_norm: RMSNorm | None  # over D, with its own weight for each head of q and k
     out: Linear  # Hq * D -> H
     mlp_norm: RMSNorm  # over H
-    gate_up: Linear  # H -> 2 I
+    gate: Linear  # H -> I
+    up: Linear  # H -> I
     down: Linear  # I -> H
     window: int | None
 
     @property
     def nbytes(self) -> int:
-        return self.qkv.nbytes + self.out.nbytes + self.gate_up.nbytes + self.down.nbytes
+        return sum(matrix.nbytes for matrix in (self.qkv, self.out, self.gate, self.up, self.down))
 
 
 class Decoder:
@@ -90,8 +90,10 @@ class Decoder:
         x = self._embedding.index_select(0, batch.tokens)
         rotation = self._rope.tables(batch.positions, working_dtype(self.dtype))
         for i, layer in enumerate(self._layers):
-            x.add_(self._attention(i, layer.attention_norm(x), batch, pool, rotation))
-            x.add_(layer.down(silu_gate(layer.gate_up(layer.mlp_norm(x)))))
+            attended = self._attention(i, layer.attention_norm(x), batch, pool, rotation)
+            x = layer.out.plus(attended, x)
+            normed = layer.mlp_norm(x)
+            x = layer.down.plus(layer.up.times(normed, layer.gate.silu(normed)), x)
         return self._norm(x)
 
     @torch.inference_mode()
@@ -100,7 +102,7 @@ class Decoder:
         return widen(self._head(hidden))
 
     def _attention(self, index: int, x: Tensor, batch: Batch, pool: Pool, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        """The attention half of layer `index`: [T, H] -> [T, H]."""
+        """Every head of layer `index`: [T, H] -> [T, Hq * D]."""
         layer, heads, kv_heads = self._layers[index], self.config.heads, self.config.kv_heads
         qkv = layer.qkv(x).view(x.shape[0], heads + 2 * kv_heads, self.config.head_dim)
         qk, v = qkv.split((heads + kv_heads, kv_heads), 1)
@@ -108,7 +110,7 @@ class Decoder:
             qk = layer.head_norm(qk)
         q, k = rotate(widen(qk), *rotation).split((heads, kv_heads), 1)
         pool.write(index, batch.slots, k, v)
-        return layer.out(attend(q, pool.layer(index), batch.attention, layer.window).to(self.dtype))
+        return attend(q, pool.layer(index), batch.attention, layer.window).to(self.dtype)
 
 
 def _load_layer(weights: Weights, config: ModelConfig, index: int) -> _Layer:
@@ -127,14 +129,14 @@ def _load_layer(weights: Weights, config: ModelConfig, index: int) -> _Layer:
         k_norm = weights.take(f"{attention}k_norm.weight", config.head_dim).expand(config.kv_heads, -1)
         head_norm = RMSNorm(torch.cat((q_norm, k_norm)), config.norm_eps)
     qkv = weights.stack({f"{attention}{name}.weight": rows for name, rows in parts.items()}, hidden)
-    gate_up = {f"{mlp}gate_proj.weight": inner, f"{mlp}up_proj.weight": inner}
     return _Layer(
         attention_norm=RMSNorm(weights.take(f"{prefix}input_layernorm.weight", hidden), config.norm_eps),
         qkv=Linear.packed(qkv, qkv_bias),
         head_norm=head_norm,
         out=Linear.packed(weights.take(f"{attention}o_proj.weight", hidden, q), out_bias),
         mlp_norm=RMSNorm(weights.take(f"{prefix}post_attention_layernorm.weight", hidden), config.norm_eps),
-        gate_up=Linear.packed(weights.stack(gate_up, hidden)),
+        gate=Linear.packed(weights.take(f"{mlp}gate_proj.weight", inner, hidden)),
+        up=Linear.packed(weights.take(f"{mlp}up_proj.weight", inner, hidden)),
         down=Linear.packed(weights.take(f"{mlp}down_proj.weight", hidden, inner)),
         window=config.sliding_window[index],
     )

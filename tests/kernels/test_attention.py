@@ -117,6 +117,15 @@ def test_bits_do_not_depend_on_the_batch(dtype, heads, window, threads):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [8, 80, 256])
+def test_one_block_alone_has_the_same_bits(dtype, head_dim, threads):
+    world = World([20, 100], 4, 1, head_dim, dtype=dtype)
+    for first in (10, 19):
+        (alone,) = world.run([(0, first, 20)])
+        assert torch.equal(world.run([(0, first, 20), (1, 90, 100)])[0], alone)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 100])
 def test_bits_do_not_depend_on_the_chunk(dtype, window, threads):
     world = World([700, 90], dtype=dtype)
