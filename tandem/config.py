@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
+from tandem.checks import check_flag, check_real, check_whole
 from tandem.errors import InvalidValue
 from tandem.sampling import MAX_DRAFT
 
@@ -65,20 +65,11 @@ class EngineConfig:
             ("draft_tokens", 0, MAX_DRAFT),
             ("lookup_match", 1, 1024),
         ):
-            _whole(name, getattr(self, name), low, high)
+            check_whole(name, getattr(self, name), low, high)
         for name, low, high in (("max_length", 2, 1 << 24), ("kv_pages", 2, 1 << 30)):
-            if getattr(self, name) is not None:
-                _whole(name, getattr(self, name), low, high)
+            check_whole(name, getattr(self, name), low, high, optional=True)
         for name in ("prefix_cache", "mixed_drafts"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidValue(name, getattr(self, name), "True or False")
+            check_flag(name, getattr(self, name))
         if not isinstance(self.device, str) or self.device.partition(":")[0] not in DEVICES:
             raise InvalidValue("device", self.device, "one of " + ", ".join(DEVICES) + ", with an index if wanted")
-        bound = self.threshold
-        if isinstance(bound, bool) or not isinstance(bound, (int, float)) or math.isnan(bound) or not 0 <= bound <= 1:
-            raise InvalidValue("threshold", bound, "a probability from 0 to 1")
-
-
-def _whole(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise InvalidValue(name, value, f"a whole number from {low} to {high}")
+        check_real("threshold", self.threshold, 0.0, 1.0)

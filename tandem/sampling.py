@@ -7,10 +7,10 @@ The one tie rule, everywhere: of equal logits the lowest token id comes first.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 
+from tandem.checks import check_flag, check_real, check_whole
 from tandem.errors import InvalidValue
 
 __all__ = ["GREEDY_BELOW", "MAX_DRAFT", "SamplingParams"]
@@ -64,15 +64,14 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._check_counts()
-        _real("temperature", self.temperature, 0.0, 1e6)
-        _real("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _real("min_p", self.min_p, 0.0, 1.0)
-        _real("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
-        _real("presence_penalty", self.presence_penalty, -100.0, 100.0)
-        _real("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        check_real("temperature", self.temperature, 0.0, 1e6)
+        check_real("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        check_real("min_p", self.min_p, 0.0, 1.0)
+        check_real("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        check_real("presence_penalty", self.presence_penalty, -100.0, 100.0)
+        check_real("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
         for name in ("include_stop", "ignore_eos", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidValue(name, getattr(self, name), "True or False")
+            check_flag(name, getattr(self, name))
         self._normalise_lists()
 
     def _check_counts(self) -> None:
@@ -86,7 +85,7 @@ class SamplingParams:
             ("draft_tokens", 0, MAX_DRAFT, True),
             ("seed", -(2**63), 2**63 - 1, True),
         ):
-            _whole(name, getattr(self, name), low, high, optional)
+            check_whole(name, getattr(self, name), low, high, optional)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidValue("min_tokens", self.min_tokens, f"0 to max_tokens = {self.max_tokens}")
 
@@ -104,8 +103,8 @@ class SamplingParams:
             raise InvalidValue("logit_bias", self.logit_bias, "a mapping from token id to a number")
         bias = {}
         for token, value in self.logit_bias.items():
-            _whole("logit_bias key", token, 0, _LIMIT, False)
-            _real(f"logit_bias[{token}]", value, -1e4, 1e4)
+            check_whole("logit_bias key", token, 0, _LIMIT)
+            check_real(f"logit_bias[{token}]", value, -1e4, 1e4)
             bias[token] = float(value)
         set_field(self, "logit_bias", bias)
 
@@ -146,27 +145,12 @@ class SamplingParams:
         return cls(**values)  # type: ignore[arg-type]
 
 
-def _whole(name: str, value: object, low: int, high: int, optional: bool) -> None:
-    if optional and value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise InvalidValue(name, value, f"a whole number from {low} to {high}" + (" or None" if optional else ""))
-
-
-def _real(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
-    allowed = f"a number {'above' if open_low else 'from'} {low:g} {'up ' if open_low else ''}to {high:g}"
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise InvalidValue(name, value, allowed)
-    if not low <= value <= high or (open_low and value == low):
-        raise InvalidValue(name, value, allowed)
-
-
 def _ids(name: str, values: object) -> tuple[int, ...]:
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         raise InvalidValue(name, values, "a list of token ids")
     ids = tuple(values)
     for token in ids:
-        _whole(name, token, 0, _LIMIT, False)
+        check_whole(name, token, 0, _LIMIT)
     return ids
 
 

@@ -173,7 +173,7 @@ class AttentionPlan:
         """Cut the batch's rows into pieces, and find how many key blocks each can see."""
         first = 0
         for row, (count, bound) in enumerate(zip(self._counts, self._bounds, strict=True)):
-            size = _SCRATCH // (geometry.heads * -(-bound // BLOCK) * BLOCK)
+            size = _SCRATCH // (geometry.heads * (bound + BLOCK))
             size = min(_PIECE, max(TILE, size))
             for start in range(0, count, size):
                 end = min(start + size, count)

@@ -50,11 +50,6 @@ class ModelConfig:
     qk_norm: bool
     tied: bool  # the head is the embedding
 
-    @property
-    def groups(self) -> int:
-        """Query heads that share one key and value head (G)."""
-        return self.heads // self.kv_heads
-
 
 class Checkpoint(Protocol):
     """An open model file: its shape and its tensors under Hugging Face names and layout."""
