@@ -22,6 +22,7 @@ import torch
 from tandem.bench.prompts import load_prompts
 from tandem.config import EngineConfig
 from tandem.engine.build import Drafting, assemble, compute_dtype
+from tandem.errors import LoadError
 from tandem.hub import resolve
 from tandem.llm import LLM
 from tandem.models.decoder import Decoder
@@ -65,7 +66,7 @@ def draft_of(path: Path, name: str | None, dtype: torch.dtype) -> Decoder:
 def engines(args: argparse.Namespace) -> Iterator[tuple[str, LLM]]:
     """One engine per mode, made when it is its turn."""
     path = resolve(args.model).path
-    config = EngineConfig(dtype=args.dtype, max_length=2048, draft_tokens=args.draft_tokens)
+    config = EngineConfig(dtype=args.dtype, max_length=2048, draft_tokens=args.draft_tokens, kv_bytes=6 << 30)
     dtype = compute_dtype(config)
     tokenizer = load_tokenizer(path)
     target = load_model(path, dtype, torch.device("cpu"))
@@ -78,12 +79,20 @@ def engines(args: argparse.Namespace) -> Iterator[tuple[str, LLM]]:
             yield mode, llm
 
 
+def readable(path: Path, most: int) -> Iterator[str]:
+    """The prompts of one file that are not too long; a file of another shape is named and left out."""
+    try:
+        yield from (item.text for item in load_prompts(path) if len(item.text) <= most)
+    except LoadError as error:
+        print(f"left out: {error}")
+
+
 def prompts_of(args: argparse.Namespace) -> list[str]:
     """The first prompts of every file, in turn, so that all kinds are among them."""
     files = sorted(p for p in args.data.rglob("*") if p.suffix in (".json", ".jsonl", ".txt"))
-    lists = [[item.text for item in load_prompts(p, limit=args.prompts)] for p in files]
+    lists = [list(readable(p, args.characters)) for p in files]
     turns = [texts[i] for i in range(args.prompts) for texts in lists if i < len(texts)]
-    return [text for text in turns if len(text) < 4000][: args.prompts]
+    return turns[: args.prompts]
 
 
 def main() -> int:
@@ -94,6 +103,7 @@ def main() -> int:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--prompts", type=int, default=500)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--characters", type=int, default=4000, help="leave longer prompts out")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--draft-tokens", type=int, default=4)
     args = parser.parse_args()
