@@ -172,13 +172,21 @@ from tandem.models.load import load_model
 model = load_model(pull("smollm2-135m"), torch.float32, torch.device("cpu"))
 done = True
 thread.join()
-print(before, peak, anonymous(), model.weight_bytes)
+loaded = anonymous()
+from tandem.cache.pool import Pool
+pages = 1000
+pool = Pool.allocate(model.config, pages, 16, model.dtype, model.device)
+pool.keys.fill_(1.0)
+pool.values.fill_(1.0)
+size = pages * Pool.bytes_per_page(model.config, 16, model.dtype)
+print(before, peak, loaded, anonymous(), model.weight_bytes, size)
 """
 
 
-def test_loading_never_holds_two_copies():
+def test_memory_is_weights_and_pool_and_loading_never_holds_two_copies():
     run = subprocess.run([sys.executable, "-c", MEMORY], check=True, capture_output=True, text=True)
-    before, peak, after, weights = map(int, run.stdout.split())
+    before, peak, loaded, full, weights, pool = map(int, run.stdout.split())
     largest = 49152 * 576 * 4
-    assert after - before < 1.1 * weights, (after - before, weights)
+    assert loaded - before < 1.1 * weights, (loaded - before, weights)
     assert peak - before < 1.1 * weights + 2 * largest, (peak - before, weights)
+    assert full - before == pytest.approx(weights + pool, rel=0.1), (full - before, weights, pool)
