@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from tandem.errors import InvalidValue
 
 __all__ = ["check_flag", "check_real", "check_whole"]
@@ -20,9 +18,10 @@ def check_whole(name: str, value: object, low: int, high: int, optional: bool = 
 def check_real(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
     """A finite number from low to high; `open_low` excludes low itself."""
     allowed = f"a number {'above' if open_low else 'from'} {low:g} {'up ' if open_low else ''}to {high:g}"
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    # NaN is in no range, infinity above every end.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
         raise InvalidValue(name, value, allowed)
-    if not low <= value <= high or (open_low and value == low):
+    if open_low and value == low:
         raise InvalidValue(name, value, allowed)
 
 

@@ -17,7 +17,10 @@ class InvalidValue(TandemError, ValueError):
     """A field of a request or a configuration holds a value that is not allowed."""
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
-        text = repr(value)
+        try:
+            text = repr(value)
+        except ValueError:  # Python refuses to write out whole numbers of thousands of digits
+            text = "a number of thousands of digits"
         if len(text) > 200:
             text = text[:200] + "..."
         super().__init__(f"{field} = {text}: allowed is {allowed}")

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import secrets
+import weakref
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import count
@@ -23,7 +24,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.lockstep import Delta
 from tandem.errors import InvalidValue
 from tandem.hub import resolve
-from tandem.models.load import load_model
+from tandem.models.load import load_model, open_checkpoint
 from tandem.outputs import Choice, Completion, Increment, Usage
 from tandem.request import Request
 from tandem.sampling import MAX_DRAFT, SamplingParams
@@ -74,11 +75,11 @@ class LLM:
         self.draft = str(draft)
         if self.draft == "auto":
             self.draft = (found.entry.draft if found.entry else None) or "lookup"
-        self.tokenizer = load_tokenizer(found.path)
+        self.tokenizer = _open_tokenizer(found.path)
         drafting = {"none": Drafting.none, "lookup": Drafting.lookup}.get(self.draft)
         if drafting is None:
             path = resolve(self.draft).path
-            check_pair(self.tokenizer, load_tokenizer(path))
+            check_pair(self.tokenizer, _open_tokenizer(path))
             made = Drafting.draft_model(load_model(path, dtype, self.config.device))
         else:
             made = drafting()
@@ -97,6 +98,7 @@ class LLM:
         self.vocab = assembly.vocab
         self.max_length = assembly.max_length
         self.engine = Engine(assembly.driver)
+        weakref.finalize(self, self.engine.stop)  # a model that nobody holds any more leaves no thread and no memory
         self._ids = count(1)
 
     def __enter__(self) -> LLM:
@@ -137,7 +139,7 @@ class LLM:
         Raises:
             InvalidValue: names the field, its value and what is allowed.
         """
-        if not isinstance(prompts, Sequence):
+        if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray)):
             raise InvalidValue("prompts", prompts, "text, token ids, or a list of either")
         single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
         batch: Sequence[Prompt] = [prompts] if single else prompts  # type: ignore[list-item, assignment]
@@ -184,7 +186,7 @@ class LLM:
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        if isinstance(prompt, Sequence):
+        if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
             return [*prompt]  # whatever is in it is checked with the request
         raise InvalidValue("prompt", prompt, "text or a list of token ids")
 
@@ -217,8 +219,8 @@ class LLM:
     def _check(self, tokens: Sequence[int], params: SamplingParams) -> None:
         if not isinstance(params, SamplingParams):
             raise InvalidValue("params", params, "a SamplingParams")
-        if not tokens:
-            raise InvalidValue("prompt", tokens, "at least one token")
+        if not isinstance(tokens, Sequence) or not tokens:
+            raise InvalidValue("prompt", tokens, "a list of at least one token id")
         for token in tokens:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab:
                 raise InvalidValue("prompt token id", token, f"token ids 0 to {self.vocab - 1}")
@@ -296,6 +298,12 @@ def _completion(requests: tuple[Request, ...], texts: Mapping[Request, str]) -> 
     usage = Usage(first.prompt_length, sum(len(c.token_ids) for c in choices), first.cached)
     prompt = tuple(first.tokens[: first.prompt_length])
     return Completion(prompt, tuple(first.prompt_logprobs) if asked else None, choices, usage)
+
+
+def _open_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a model whose own files are opened first: what is wrong with them is the better message."""
+    open_checkpoint(path).close()
+    return load_tokenizer(path)
 
 
 def _is_conversation(prompt: object) -> bool:

@@ -26,7 +26,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One answer. `token_ids` end with the end-of-text token if there was one; `text` does not show it."""
+    """One answer. `token_ids` end with the end-of-text token if there was one; `text` shows it only if special tokens
+    are not skipped."""
 
     index: int
     text: str

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 
 from tandem.checks import check_flag, check_real, check_whole
 from tandem.errors import InvalidValue
@@ -67,7 +68,7 @@ class SamplingParams:
         check_real("temperature", self.temperature, 0.0, 1e6)
         check_real("top_p", self.top_p, 0.0, 1.0, open_low=True)
         check_real("min_p", self.min_p, 0.0, 1.0)
-        check_real("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        check_real("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         check_real("presence_penalty", self.presence_penalty, -100.0, 100.0)
         check_real("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
         for name in ("include_stop", "ignore_eos", "skip_special_tokens"):
@@ -106,7 +107,7 @@ class SamplingParams:
             check_whole("logit_bias key", token, 0, _LIMIT)
             check_real(f"logit_bias[{token}]", value, -1e4, 1e4)
             bias[token] = float(value)
-        set_field(self, "logit_bias", bias)
+        set_field(self, "logit_bias", MappingProxyType(bias))
 
     @property
     def greedy(self) -> bool:
@@ -124,7 +125,9 @@ class SamplingParams:
         return bool(self.logit_bias or self.banned_token_ids or self.allowed_token_ids is not None)
 
     def check_vocabulary(self, vocab: int) -> None:
-        """Refuse token ids that the model does not have. Raises InvalidValue."""
+        """Refuse token ids that the model does not have, and a ban on all it has. Raises InvalidValue."""
+        if len(set(self.banned_token_ids)) >= vocab:
+            raise InvalidValue("banned_token_ids", f"{len(self.banned_token_ids)} ids", "leaving at least one token")
         for name, ids in (
             ("stop_token_ids", self.stop_token_ids),
             ("banned_token_ids", self.banned_token_ids),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -416,3 +417,63 @@ def test_a_tree_speculator_needs_a_rule_for_trees():
 
     with pytest.raises(InvalidValue, match="rule"):
         assemble(target().decoder(), drafting("tree"), EngineConfig(dtype="float64", rule="ratio", kv_pages=50))
+
+
+def test_a_request_whose_numbers_are_not_finite_ends_alone_and_leaves_no_trace():
+    """Its pages go to the next request, which reads their unwritten slots with weight 0."""
+    weights = random_weights(3, tiny_config(vocab=VOCAB))
+    weights.tensors["model.embed_tokens.weight"][5] = math.nan
+    for draft in ("lookup", random_weights(3, tiny_config(vocab=VOCAB))):
+        with llm_of(weights, draft, kv_pages=20, prefix_cache=False, max_length=60) as llm:
+            expected = llm.generate([1, 2, 3], greedy(max_tokens=6, ignore_eos=True)).token_ids
+            neighbour = llm.submit([1, 2, 3], greedy(max_tokens=6, ignore_eos=True))
+            with pytest.raises(EngineFailure, match="not finite"):
+                llm.generate([5] * 40, greedy(logprobs=2, prompt_logprobs=0))
+            tokens: tuple[int, ...] = ()
+            while len(tokens) < 6:
+                tokens += neighbour.results.get(timeout=10).tokens
+            assert tokens == expected
+            assert llm.generate([1, 2, 3], greedy(max_tokens=6, ignore_eos=True)).token_ids == expected
+            assert settled(llm)
+
+
+@pytest.mark.parametrize("rule", ["match", "ratio", "block", "threshold"])
+def test_bans_hold_where_the_draft_has_no_allowed_token(rule):
+    target, draft = (random_weights(3, tiny_config(vocab=v)) for v in (VOCAB, 200))
+    with llm_of(target, draft, rule=rule, max_length=64) as llm:
+        for options in ({"allowed_token_ids": [210, 220, 230]}, {"banned_token_ids": range(200)}):
+            for temperature in (0.0, 1.0):
+                params = SamplingParams(temperature=temperature, seed=1, max_tokens=24, ignore_eos=True, **options)
+                assert min(llm.generate([1, 2], params).token_ids) >= 200
+
+
+def test_a_ban_on_everything_is_refused(random_llm):
+    with pytest.raises(InvalidValue, match="banned_token_ids"):
+        random_llm.generate([1], greedy(banned_token_ids=range(VOCAB)))
+
+
+def test_a_stop_string_needs_a_whole_character():
+    with llm_of(writes("é".encode()), "lookup") as llm:
+        out = llm.generate([0xA9], greedy(max_tokens=1, stop="\ufffd"))
+        assert out.text == "\ufffd" and out.finish_reason == "length"
+
+
+@pytest.mark.parametrize("prompt", [b"abc", [b"abc"], bytearray(b"ab"), [10**5000]])
+def test_bytes_and_giants_are_no_prompts(random_llm, prompt):
+    with pytest.raises(InvalidValue):
+        random_llm.generate(prompt, greedy())
+    healthy(random_llm)
+
+
+def test_an_abandoned_llm_ends_its_engine():
+    llm = llm_of(writes(ALPHABET), "lookup")
+    thread = llm.engine._thread
+    del llm
+    gc.collect()
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+
+
+def test_a_pool_larger_than_the_machine_is_refused():
+    with pytest.raises(InvalidValue, match="kv_pages"):
+        llm_of(writes(ALPHABET), "lookup", kv_pages=1 << 30)

@@ -55,10 +55,13 @@ class Pool:
         return self._entries[:, 1]
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store the keys and values [T, Hkv, D] of T tokens at slots [T]."""
+        """Store the keys and values [T, Hkv, D] of T tokens at slots [T].
+
+        What is not finite becomes 0: slots are read with weight 0 by whoever has the page next, and 0 times NaN is NaN.
+        """
         keys, values = self._slots[layer]
-        keys.index_copy_(1, slots, k.transpose(0, 1).to(keys.dtype))
-        values.index_copy_(1, slots, v.transpose(0, 1).to(values.dtype))
+        keys.index_copy_(1, slots, _finite(k).transpose(0, 1).to(keys.dtype))
+        values.index_copy_(1, slots, _finite(v).transpose(0, 1).to(values.dtype))
 
     def layer(self, index: int) -> Tensor:
         """Keys, then values, of one layer: [2, Hkv, num_pages, page_size, D]."""
@@ -68,3 +71,7 @@ class Pool:
         """Copy the entries at slots `source` to slots `target`, both [K], in every layer; all reads come first."""
         flat = self._entries.flatten(0, 2).flatten(1, 2)  # [L * 2 * Hkv, slots, D]
         flat.index_copy_(1, target, flat.index_select(1, source))
+
+
+def _finite(x: Tensor) -> Tensor:
+    return torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0)

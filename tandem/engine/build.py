@@ -133,4 +133,8 @@ def _max_length(models: list[Decoder], config: EngineConfig, num_pages: int) -> 
 
 
 def _pool(model: Decoder, num_pages: int, page_size: int) -> Pool:
-    return Pool.allocate(model.config, num_pages, page_size, model.dtype, model.device)
+    try:
+        return Pool.allocate(model.config, num_pages, page_size, model.dtype, model.device)
+    except (MemoryError, RuntimeError) as error:
+        size = num_pages * Pool.bytes_per_page(model.config, page_size, model.dtype)
+        raise InvalidValue("kv_bytes or kv_pages", f"{size:,} bytes", "what this machine's memory holds") from error

@@ -53,11 +53,15 @@ class Engine:
             self._aborts.append(request)
             self._changed.notify()
 
-    def close(self) -> None:
-        """Abort what runs and stop the thread."""
+    def stop(self) -> None:
+        """Let the thread abort what runs and end, without waiting for it."""
         with self._changed:
             self._closing = True
             self._changed.notify()
+
+    def close(self) -> None:
+        """Abort what runs and wait for the thread's end."""
+        self.stop()
         self._thread.join()
 
     def _loop(self) -> None:
@@ -95,6 +99,9 @@ class Engine:
             self._send(self.driver.end(request))
 
     def _send(self, delta: Delta) -> None:
+        if delta.request.finish_reason == "error":
+            self._break(delta.request, "the model's numbers are not finite for this request", None)
+            return
         results = self._results[delta.request]
         if delta.ended:
             del self._results[delta.request]
@@ -103,7 +110,8 @@ class Engine:
     def _fail(self, error: Exception) -> None:
         """End all that the failed step had touched: a request whose results are open and that does not wait."""
         scheduler = self.driver.scheduler
-        known = [r for r in self._results if r not in self._inbox]
+        with self._changed:
+            known = [r for r in self._results if r not in self._inbox]
         for request in [r for r in known if r not in scheduler.waiting] or known:
             scheduler.drop(request)
             self._break(request, f"the step failed: {error}", error)
@@ -112,7 +120,7 @@ class Engine:
         """Nothing may wait for a thread that is gone, however it went."""
         with self._changed:
             self._closing = True
-        for request in list(self._results):
+        for request in list(self._results):  # nobody submits any more
             self._break(request, "the engine's thread has ended", None)
 
     def _break(self, request: Request, message: str, cause: Exception | None) -> None:

@@ -53,7 +53,10 @@ class Lockstep:
         for place, work in enumerate(plan.work):
             request = work.request
             computed = request.computed + work.count
-            if place < len(outcome.tokens):
+            if place < len(outcome.tokens) and not outcome.sound[place]:
+                request.finish_reason = "error"
+                deltas.append(Delta(request, (), 0, "", (), True))
+            elif place < len(outcome.tokens):
                 tokens = outcome.tokens[place]
                 computed += len(tokens) - 1
                 taken, accepted, text = request.take(tokens, outcome.drafted[place])
@@ -61,7 +64,8 @@ class Lockstep:
                 request.logprobs.extend(logprobs)
                 ended = request.finish_reason is not None
                 deltas.append(Delta(request, tuple(tokens[:taken]), accepted, text, logprobs, ended))
-            self.scheduler.advance(request, computed)
+            if request.finish_reason != "error":  # what went wrong must not be shared
+                self.scheduler.advance(request, computed)
             if request.finish_reason is not None:
                 self.scheduler.drop(request)
         return deltas

@@ -57,11 +57,13 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A step's result on the host, for the emitting work in its order."""
+    """A step's result on the host, for the emitting work in its order. A row is not `sound` if the model's numbers for
+    it were not: its tokens mean nothing."""
 
     tokens: list[list[int]]
     drafted: tuple[int, ...]
     logprobs: list[list[TokenLogprobs]]
+    sound: list[bool]
 
 
 class Step:
@@ -87,7 +89,7 @@ class Step:
         hidden = self.target.forward(stage(self.rows, spans, self.page_size, draft))
         self._prompt_logprobs(plan, spans, hidden)
         self.rows.length[spans.index] += torch.tensor(spans.counts, device=spans.index.device)
-        outcome = self._emit(spans, decoding, draft, hidden) if decoding.requests else Outcome([], (), [])
+        outcome = self._emit(spans, decoding, draft, hidden) if decoding.requests else Outcome([], (), [], [])
         self.carry = self.speculator.observe(self._seen(plan, outcome), self.carry)
         return outcome
 
@@ -178,14 +180,16 @@ class Step:
 
     def _read(self, decoding: Decoding, draft: Draft, verdict: Verdict, logits: Tensor) -> Outcome:
         """What was emitted: one copy from the device, and one for each row that wants log-probabilities."""
-        lines = torch.cat((verdict.counts[:, None], verdict.tokens), 1).tolist()
-        tokens = [line[1 : 1 + line[0]] for line in lines]
+        # The largest logit of a row with a NaN is NaN, and of one with only -inf is not finite.
+        sound = logits.amax(-1).isfinite().all(-1, keepdim=True)
+        lines = torch.cat((sound, verdict.counts[:, None], verdict.tokens), 1).tolist()
+        tokens = [line[2 : 2 + line[1]] for line in lines]
         listed: list[list[TokenLogprobs]] = [[] for _ in tokens]
         for r, request in enumerate(decoding.requests):
             top, count = request.params.logprobs, len(tokens[r])
-            if top is not None:
+            if top is not None and lines[r][0]:
                 listed[r] = rank(logits[r, verdict.path[r, :count]], verdict.tokens[r, :count], top)
-        return Outcome(tokens, draft.counts, listed)
+        return Outcome(tokens, draft.counts, listed, [bool(line[0]) for line in lines])
 
     def _prompt_logprobs(self, plan: Plan, spans: Spans, hidden: Tensor) -> None:
         first = 0

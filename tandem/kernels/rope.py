@@ -29,6 +29,8 @@ class Rope:
         """Raises LoadError for a scaling that is not known."""
         if config.kind not in _KINDS:
             raise LoadError(f"rope type {config.kind!r}: supported are {', '.join(_KINDS)}")
+        if not config.theta > 1:
+            raise LoadError(f"rope theta = {config.theta}: a base above 1 is needed")
         trained = config.original_max_position or max_position
         frequencies = 1.0 / _wavelengths(config.theta, head_dim)
         self.scale = 1.0

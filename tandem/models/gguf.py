@@ -26,6 +26,7 @@ __all__ = ["GGUFCheckpoint"]
 
 _log = logging.getLogger(__name__)
 
+_MOST = 1 << 24
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 # Metadata for computations that no supported model does -> the value at which they change nothing.
@@ -86,7 +87,11 @@ class GGUFCheckpoint:
         stored = self._stored[name]
         weights = dequantize(stored.data, stored.kind).view(stored.shape)
         heads = self._interleaved.get(name.split(".")[-2])
-        return _deinterleave(weights, heads) if heads else weights
+        if not heads:
+            return weights
+        if len(weights) % (2 * heads):
+            raise LoadError(f"{self.path}: tensor {name} has {len(weights)} rows, which {heads} heads cannot share")
+        return _deinterleave(weights, heads)
 
     def close(self) -> None:
         """Let go of the mapped files; each is unmapped when the last tensor that views it is gone."""
@@ -178,8 +183,8 @@ class _Shape:
 
     def _count(self, suffix: str, default: int | None = None) -> int:
         value = self._number(suffix, default)
-        if not isinstance(value, int):
-            self._refuse(suffix, "a whole number is needed")
+        if not isinstance(value, int) or value > _MOST:
+            self._refuse(suffix, f"a whole number up to {_MOST} is needed")
         return value
 
     def _vocab(self) -> int:

@@ -32,6 +32,8 @@ _ONLY: dict[str, object] = {
 
 _ROPE_KINDS = ("default", "linear", "llama3", "yarn", "dynamic")
 _WINDOW = 4096
+_MOST = 1 << 24
+_LARGEST = 1e30
 """What a missing sliding_window means where there is one."""
 
 
@@ -84,15 +86,17 @@ class _Reader:
 
     def _family(self) -> str:
         names = self._raw.get("architectures", [])
-        known = [_FAMILIES[name] for name in names if name in _FAMILIES] if isinstance(names, list) else []
+        known = (
+            [_FAMILIES[n] for n in names if isinstance(n, str) and n in _FAMILIES] if isinstance(names, list) else []
+        )
         if not known:
             self._refuse("architectures", f"supported are {', '.join(_FAMILIES)}")
         return known[0]
 
     def _count(self, key: str, default: int | None = None) -> int:
         value = self._raw.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            self._refuse(key, "a whole number of at least 1 is needed")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
+            self._refuse(key, f"a whole number from 1 to {_MOST} is needed")
         return value
 
     def _flag(self, key: str) -> bool:
@@ -104,7 +108,7 @@ class _Reader:
     def _number(self, settings: dict[str, Any], key: str, default: float | None = None) -> float:
         value = settings.get(key)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _LARGEST:
             raise LoadError(f"{self._source}: {key} = {value!r}: a positive number is needed")
         return float(value)
 
@@ -125,11 +129,17 @@ class _Reader:
         if family == "mistral":
             return (window,) * layers
         first = self._raw.get("max_window_layers", 28)
+        if isinstance(first, bool) or not isinstance(first, int):
+            self._refuse("max_window_layers", "a whole number is needed")
         kinds = self._raw.get("layer_types")
         if kinds is None:
             kinds = ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
         named = {"full_attention": None, "sliding_attention": window}
-        if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in named for kind in kinds):
+        if (
+            not isinstance(kinds, list)
+            or len(kinds) != layers
+            or not all(isinstance(kind, str) and kind in named for kind in kinds)
+        ):
             self._refuse("layer_types", f"one of {', '.join(named)} for each of {layers} layers is needed")
         return tuple(named[kind] for kind in kinds)
 

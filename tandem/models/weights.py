@@ -18,6 +18,7 @@ __all__ = ["Weights"]
 
 _log = logging.getLogger(__name__)
 
+_LAYER = "model.layers."
 _DERIVED = "rotary_emb.inv_freq"
 """Old files store the rotary frequencies, which follow from the configuration."""
 
@@ -30,6 +31,7 @@ class Weights:
         self._dtype = dtype
         self._device = device
         self._left = checkpoint.names()
+        self._layers: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
         return name in self._left
@@ -40,16 +42,22 @@ class Weights:
 
     def stack(self, parts: dict[str, int], *columns: int) -> Tensor:
         """Tensors below one another, by name with their numbers of rows. Raises LoadError as `take` does."""
-        whole = torch.empty(sum(parts.values()), *columns, dtype=self._dtype, device=self._device)
-        row = 0
+        whole, row = None, 0
         for name, rows in parts.items():
-            whole[row : row + rows] = self._read(name, (rows, *columns))
+            tensor = self._read(name, (rows, *columns))
+            if whole is None:  # only now: a configuration that lies is found before it is given memory
+                whole = torch.empty(sum(parts.values()), *columns, dtype=self._dtype, device=self._device)
+            whole[row : row + rows] = tensor
             row += rows
+        assert whole is not None
         return whole
 
     def finish(self) -> None:
-        """Name what the model has no use for."""
+        """Name what the model has no use for. Raises LoadError for layers that the configuration does not count."""
         extra = sorted(name for name in self._left if not name.endswith(_DERIVED))
+        for name in extra:
+            if name.startswith(_LAYER) and name.split(".")[2] not in self._layers:
+                raise LoadError(f"tensor {name} belongs to a layer that the configuration does not count")
         if extra:
             _log.warning("%d tensors are not part of the model and not used: %s", len(extra), ", ".join(extra[:8]))
 
@@ -60,4 +68,6 @@ class Weights:
         if tensor.shape != shape:
             raise LoadError(f"tensor {name} is {tuple(tensor.shape)}; the configuration says {shape}")
         self._left.remove(name)
+        if name.startswith(_LAYER):
+            self._layers.add(name.split(".")[2])
         return tensor

@@ -127,9 +127,15 @@ def shape(logits: Tensor, nodes: Nodes, rows: Rows, needs: Needs) -> Tensor:
 
 
 def probabilities(shaped: Tensor, greedy: Tensor) -> Tensor:
-    """Softmax of shaped logits [..., V]; where `greedy` [...] holds, certainty of the most likely token."""
-    certain = torch.zeros_like(shaped).scatter_(-1, shaped.max(-1, keepdim=True).indices, 1.0)
-    return torch.where(greedy[..., None], certain, torch.softmax(shaped, dim=-1))
+    """Softmax of shaped logits [..., V]; where `greedy` [...] holds, certainty of the most likely token.
+
+    Where no token is possible (a draft that has none of the allowed ids) all are 0, not NaN: nothing drafted there is
+    ever accepted, and the target's own law is left whole.
+    """
+    likeliest = shaped.max(-1, keepdim=True)
+    certain = torch.zeros_like(shaped).scatter_(-1, likeliest.indices, 1.0)
+    law = torch.where(greedy[..., None], certain, torch.softmax(shaped, dim=-1))
+    return law.masked_fill_(likeliest.values == _NEVER, 0.0)
 
 
 def _penalise(logits: Tensor, nodes: Nodes, rows: Rows) -> Tensor:

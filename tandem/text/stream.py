@@ -140,8 +140,8 @@ class TextStream:
         return self._release(self._detokenizer.push((token,)), may_stop)
 
     def finish(self) -> str:
-        """The text still held back when the output ends without a stop."""
-        return self._release(self._detokenizer.finish(), may_stop=True)[0] + self._stops.finish()
+        """The text still held back when the output ends without a stop: a character cut short stops nothing."""
+        return self._release(self._detokenizer.finish(), may_stop=False)[0] + self._stops.finish()
 
     def _release(self, text: str, may_stop: bool) -> tuple[str, str | None]:
         if self.stopped is not None:

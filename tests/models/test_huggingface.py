@@ -15,6 +15,7 @@ from tandem.models.config import RopeConfig
 from tandem.models.huggingface import HuggingFaceCheckpoint
 from tandem.models.huggingface_config import parse_config
 from tandem.models.load import load_model, open_checkpoint
+from tests.test_pairs import save as save_tiny
 
 BASE = dict(
     architectures=["LlamaForCausalLM"],
@@ -267,3 +268,39 @@ def test_a_fault_while_loading_names_the_folder(tmp_path):
     folder(tmp_path, {"model.safetensors": TENSORS})
     with pytest.raises(LoadError, match=rf"{tmp_path}: tensor model\.embed_tokens\.weight \(300, 64\) is missing"):
         load_model(tmp_path, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *[
+            (key, value)
+            for key in ("hidden_size", "vocab_size", "num_hidden_layers")
+            for value in (10**12, 2**63, 0, -1)
+        ],
+        ("architectures", [["x"]]),
+        ("architectures", [{}]),
+        ("rope_theta", 10**400),
+        ("rope_theta", 1.0),
+        ("max_window_layers", "x"),
+    ],
+)
+def test_absurd_values_are_refused_before_memory_is_given(tmp_path, key, value):
+    folder = save_tiny(tmp_path / "model", 0)
+    file = folder / "config.json"
+    raw = json.loads(file.read_text())
+    raw.pop("rope_parameters", None)
+    raw |= {"rope_theta": 10000.0, key: value}
+    if key == "max_window_layers":
+        raw |= {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 16}
+    file.write_text(json.dumps(raw) if value != 10**400 else json.dumps(raw).replace(str(value), "1" + "0" * 400))
+    with pytest.raises(LoadError, match=r"config|theta|num_|hidden|vocab"):
+        load_model(folder, torch.float32, torch.device("cpu"))
+
+
+def test_layers_that_the_configuration_does_not_count_are_refused(tmp_path):
+    folder = save_tiny(tmp_path / "model", 0)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": 1}))
+    with pytest.raises(LoadError, match=r"model\.layers\.1\."):
+        load_model(folder, torch.float32, torch.device("cpu"))

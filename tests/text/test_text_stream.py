@@ -193,11 +193,12 @@ class TestTextStream:
         assert [stream.push(token)[0] for token in b"a\xe2"] == ["", ""]
         assert stream.finish() == "a\ufffd"
 
-    def test_a_cut_character_can_complete_a_stop(self, bytes_only):
+    def test_a_character_cut_short_by_the_end_stops_nothing(self, bytes_only):
+        """The output has ended already, for another reason; no token completes this stop."""
         stream = TextStream(bytes_only, ["\ufffd"])
         assert [stream.push(token)[0] for token in b"ab\xe2"] == ["a", "b", ""]
-        assert stream.finish() == ""
-        assert stream.stopped == "\ufffd"
+        assert stream.finish() == "\ufffd"
+        assert stream.stopped is None
 
     def test_a_stop_that_spells_a_special_token_needs_it_shown(self, bytes_only):
         ids = [*b"hi", 259, *b"!"]
