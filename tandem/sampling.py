@@ -38,6 +38,7 @@ class SamplingParams:
 
     Raises:
         InvalidValue: names the field, its value and what is allowed.
+        TypeError: names a field that does not exist (`from_mapping` raises InvalidValue and lists those that do).
     """
 
     max_tokens: int | None = 256

@@ -282,13 +282,14 @@ def test_bench_acceptance(opened, tmp_path):
     assert "temperature 1: identical output: yes" in done.stdout
 
 
-def test_demo(opened, monkeypatch):
+def test_demo(opened, monkeypatch, tmp_path):
     monkeypatch.setattr("tandem.cli.bench.read_bandwidth", lambda device="cpu": 1e9)
     monkeypatch.setattr("tandem.cli.bench.DEMO_PROMPTS", DEMO_PROMPTS[2:3])  # the tiny model takes no longer ones
-    done = run("demo", "m")
+    done = run("demo", "m", "--json", str(tmp_path / "demo.json"))
     assert done.exit_code == 0, done.output
     assert "identical output: yes" in done.stdout and "fastest here: " in done.stdout
-    report = json.loads(done.stdout.splitlines()[-1])
+    assert "rounds measured: " in done.stdout and "{" not in done.stdout
+    report = json.loads((tmp_path / "demo.json").read_text())
     assert list(report["modes"]) == ["none", "lookup", "lookup:8"]
     assert (report["temperature"], opened[0]["draft_tokens"]) == (0.0, 8)
 

@@ -1,9 +1,9 @@
 """Prompt files in the common public shapes, told apart by what is in them and not by their names.
 
     Spec-Bench, MT-bench   {"turns": [...], "category": ...} a line        the first turn
-    ShareGPT               {"conversations": [{"from": "human", "value": ...}, ...]}, the first thing a person
-    said chat messages          {"messages": [{"role": "user", "content": ...}, ...]}, likewise HumanEval,
-    MBXP        {"prompt": ..., "task_id": ...}
+    ShareGPT               {"conversations": [{"from": "human", "value": ...}, ...]}, the first a person said
+    chat messages          {"messages": [{"role": "user", "content": ...}, ...]}, likewise
+    HumanEval, MBXP        {"prompt": ..., "task_id": ...}
     GSM8K                  {"question": ...}
     SVAMP                  {"Body": ..., "Question": ...}
     instruction sets       {"instruction": ...}

@@ -1,5 +1,4 @@
-"""`tandem bench latency`, `tandem bench acceptance` and `tandem demo`: tables for people, then one line of
-JSON.
+"""`tandem bench latency` and `bench acceptance`: tables for people, then one line of JSON. `tandem demo`: tables.
 
 They end with exit code 1 if outputs differ where the verification rule promises that they are equal.
 """
@@ -59,7 +58,10 @@ class Plan:
 @options(*_HIDDEN, temperature=0.0, max_tokens=128, seed=0)
 def latency(model: ModelArgument, plan: Plan, sampling: SamplingParams, settings: EngineConfig) -> None:
     """Compare tokens per second of one user in several modes."""
-    _latency(model, parse_modes(plan.modes, settings.draft_tokens), plan.workload(sampling), settings, plan.json)
+    modes, workload = parse_modes(plan.modes, settings.draft_tokens), plan.workload(sampling)
+    report = _latency(model, modes, workload, settings, plan.json)
+    typer.echo(json.dumps(report))
+    _close([report["output"]])
 
 
 @options(*_HIDDEN, "temperature", max_tokens=128, seed=0, repeats=1)
@@ -80,7 +82,9 @@ def acceptance(
     outputs = [at["output"] for at in report["temperatures"]]
     for point, output in zip(points, outputs, strict=True):
         typer.echo(f"temperature {point:g}: {agreement_line(output)}")
-    _finish(report, outputs, plan.json)
+    _save(report, plan.json)
+    typer.echo(json.dumps(report))
+    _close(outputs)
 
 
 def demo(
@@ -90,10 +94,15 @@ def demo(
     """Answer six prompts with and without speculation on the same engine, and compare speed and output."""
     settings = EngineConfig()
     workload = Workload(DEMO_PROMPTS, SamplingParams(temperature=0.0, max_tokens=64), repeats=3, seconds=45)
-    _latency(model, parse_modes("lookup,lookup:8", settings.draft_tokens), workload, settings, json)
+    report = _latency(model, parse_modes("lookup,lookup:8", settings.draft_tokens), workload, settings, json)
+    typer.echo(f"rounds measured: {report['repeats']}")
+    _close([report["output"]])
 
 
-def _latency(model: str, modes: Sequence[Mode], workload: Workload, settings: EngineConfig, file: Path | None) -> None:
+def _latency(
+    model: str, modes: Sequence[Mode], workload: Workload, settings: EngineConfig, file: Path | None
+) -> Report:
+    """Measure, and show the tables."""
     _check_writable(file)
     with _engines(model, modes, settings) as llms, _progress() as tick:
         bandwidth = read_bandwidth(settings.device)
@@ -102,7 +111,8 @@ def _latency(model: str, modes: Sequence[Mode], workload: Workload, settings: En
     Console().print(prompts_table(report), modes_table(report))
     for line in (bound_line(report), fastest_line(report), agreement_line(report["output"])):
         typer.echo(line)
-    _finish(report, [report["output"]], file)
+    _save(report, file)
+    return report
 
 
 def _check_writable(file: Path | None) -> None:
@@ -138,11 +148,12 @@ def _numbers(text: str) -> list[float]:
         raise InvalidValue("temperatures", text, "numbers with commas between them") from None
 
 
-def _finish(report: Report, outputs: Sequence[Report], file: Path | None) -> None:
-    """Write the JSON, and fail if a promise was broken."""
-    line = json.dumps(report)
+def _save(report: Report, file: Path | None) -> None:
     if file is not None:
-        file.write_text(line + "\n", encoding="utf-8")
-    typer.echo(line)
+        file.write_text(json.dumps(report) + "\n", encoding="utf-8")
+
+
+def _close(outputs: Sequence[Report]) -> None:
+    """Fail if a promise was broken."""
     if any(output["promised"] and not output["identical"] for output in outputs):
         raise typer.Exit(1)
