@@ -29,6 +29,7 @@ from tandem.outputs import Choice, Completion, Increment, Usage
 from tandem.request import Request
 from tandem.sampling import MAX_DRAFT, SamplingParams
 from tandem.text import TextStream, Tokenizer, check_pair, load_tokenizer
+from tandem.threads import apart
 
 __all__ = ["LLM", "Message", "Prompt", "Submission"]
 
@@ -70,9 +71,13 @@ class LLM:
             if name not in known:
                 raise InvalidValue("setting", name, "one of " + ", ".join(known))
         self.config = EngineConfig(**settings)  # type: ignore[arg-type]
+        self._start(apart(self._load, str(model), str(draft)))
+
+    def _load(self, model: str, draft: str) -> Assembly:
+        """Fetch, open and join target and draft; sets `draft` and `tokenizer`."""
         dtype = compute_dtype(self.config)
-        found = resolve(str(model))
-        self.draft = str(draft)
+        found = resolve(model)
+        self.draft = draft
         if self.draft == "auto":
             self.draft = (found.entry.draft if found.entry else None) or "lookup"
         self.tokenizer = _open_tokenizer(found.path)
@@ -84,7 +89,7 @@ class LLM:
         else:
             made = drafting()
         target = load_model(found.path, dtype, self.config.device)
-        self._start(assemble(target, made, self.config, self.tokenizer.vocab_size))
+        return assemble(target, made, self.config, self.tokenizer.vocab_size)
 
     @classmethod
     def from_parts(cls, assembly: Assembly, tokenizer: Tokenizer) -> LLM:

@@ -29,6 +29,7 @@ from tandem.config import EngineConfig
 from tandem.errors import InvalidValue
 from tandem.llm import LLM
 from tandem.sampling import SamplingParams
+from tandem.threads import apart
 
 __all__ = ["acceptance", "demo", "latency"]
 
@@ -105,9 +106,9 @@ def _latency(
     """Measure, and show the tables."""
     _check_writable(file)
     with _engines(model, modes, settings) as llms, _progress() as tick:
-        bandwidth = read_bandwidth(settings.device)
+        bandwidth = apart(read_bandwidth, settings.device)
         runs = measure(llms, modes, workload, tick)
-        report = latency_report(model, llms, workload, runs, max(bandwidth, read_bandwidth(settings.device)))
+        report = latency_report(model, llms, workload, runs, max(bandwidth, apart(read_bandwidth, settings.device)))
     Console().print(prompts_table(report), modes_table(report))
     for line in (bound_line(report), fastest_line(report), agreement_line(report["output"])):
         typer.echo(line)
