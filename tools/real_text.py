@@ -29,6 +29,7 @@ from tandem.models.decoder import Decoder
 from tandem.models.load import load_model, open_checkpoint
 from tandem.sampling import SamplingParams
 from tandem.text import load_tokenizer
+from tandem.threads import apart
 
 
 class Disturbed:
@@ -69,10 +70,10 @@ def engines(args: argparse.Namespace) -> Iterator[tuple[str, LLM]]:
     config = EngineConfig(dtype=args.dtype, max_length=2048, draft_tokens=args.draft_tokens, kv_bytes=6 << 30)
     dtype = compute_dtype(config)
     tokenizer = load_tokenizer(path)
-    target = load_model(path, dtype, torch.device("cpu"))
+    target = apart(load_model, path, dtype, torch.device("cpu"))
     for mode in ("off", "lookup", "model"):
         if mode == "model":
-            drafting = Drafting.draft_model(draft_of(path, args.draft, dtype))
+            drafting = Drafting.draft_model(apart(draft_of, path, args.draft, dtype))
         else:
             drafting = Drafting.none() if mode == "off" else Drafting.lookup()
         with LLM.from_parts(assemble(target, drafting, config, tokenizer.vocab_size), tokenizer) as llm:
