@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import tandem.llm
 from tandem.errors import InvalidValue, LoadError
 from tandem.llm import LLM
 from tandem.sampling import SamplingParams
@@ -97,6 +99,22 @@ def test_a_tensor_of_the_wrong_shape_is_refused_with_both_shapes(target, tmp_pat
     draft = save(tmp_path / "draft", 1)
     edit(draft, "config.json", lambda data: data.update(intermediate_size=80))
     refused(target, draft, "96", "80", "mlp")
+
+
+def test_loading_leaves_no_workers_beside_the_engines(target, tmp_path, monkeypatch):
+    """What loads is a thread that ends: its OpenMP team would make every operator of the engine wait."""
+    draft, loaders = save(tmp_path / "draft", 1), []
+    honest = tandem.llm.load_model
+
+    def load(*args):
+        loaders.append(threading.current_thread())
+        return honest(*args)
+
+    monkeypatch.setattr("tandem.llm.load_model", load)
+    with LLM(target, draft=draft, max_length=128) as llm:
+        assert len(loaders) == 2
+        assert not any(thread.is_alive() for thread in loaders)
+        assert threading.main_thread() not in loaders and llm.engine._thread not in loaders
 
 
 def test_unknown_names_are_refused_with_the_known_ones(target):

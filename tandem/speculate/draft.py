@@ -1,4 +1,5 @@
-"""The nouns of speculation: `Draft`, `Verdict`, `Seen`, `Carry`, `Speculator`. Read this file first.
+"""The nouns of speculation: `Draft`, `Verdict`, `Carry`, `Speculator`. Read this file first. What a speculator is
+handed, `Decoding` and `Seen`, stands beside the step that makes it (`tandem.engine.step`).
 
 Vocabulary (defined here once): *committed* tokens are decided and stand in the row; the *pending* token is the last
 committed one and is in no KV yet; *drafted* tokens are guesses; *accepted* ones are drafted and confirmed; *emitted*
