@@ -94,7 +94,7 @@ def demo(
 ) -> None:
     """Answer six prompts with and without speculation on the same engine, and compare speed and output."""
     settings = EngineConfig()
-    workload = Workload(DEMO_PROMPTS, SamplingParams(temperature=0.0, max_tokens=64), repeats=3, seconds=45)
+    workload = Workload(DEMO_PROMPTS, SamplingParams(temperature=0.0, max_tokens=64), repeats=3, seconds=90)
     report = _latency(model, parse_modes("lookup,lookup:8", settings.draft_tokens), workload, settings, json)
     typer.echo(f"rounds measured: {report['repeats']}")
     _close([report["output"]])
