@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from tandem.checks import check_flag, check_real, check_whole
 from tandem.errors import InvalidValue
 from tandem.sampling import MAX_DRAFT
+from tandem.threads import usable_cores
 
-__all__ = ["EngineConfig"]
+__all__ = ["EngineConfig", "Width"]
 
+Width = Literal["auto", "bf16", "int8", "int4"]
+WIDTHS = get_args(Width)
 DTYPES = ("auto", "float32", "bfloat16", "float64")
 RULES = ("match", "ratio", "block", "threshold")
 DEVICES = ("cpu", "cuda")
@@ -22,8 +25,11 @@ class EngineConfig:
     """Settings of one engine.
 
     Attributes:
-        dtype: precision of weights and KV; "auto" is bfloat16 where the processor multiplies it natively.
+        dtype: precision of activations and KV; "auto" is bfloat16 where there are native kernels or the processor
+            multiplies it natively.
+        weights: width of the weights: "auto" as in the file, "bf16", or quantised to "int8" or "int4" where wider.
         device: a torch device name.
+        threads: of the CPU, for computing; None is one for each core. All engines of a process share them.
         max_length: prompt plus output, in tokens; None is the model's own limit, or what the KV pool holds if less.
         max_rows: requests that run at once.
         batch_tokens: known tokens computed in one step; longer prompts are prefilled in chunks of this size.
@@ -33,13 +39,15 @@ class EngineConfig:
         prefix_cache: whether pages are shared between requests that begin alike.
         rule: how drafts are verified. "match", "ratio" and "block" keep the target's law; "threshold" is lossy.
         threshold: the probability a drafted token must have under the "threshold" rule.
-        draft_tokens: the longest draft, 0 to 32.
+        draft_tokens: the length of drafts, 0 to 32, or "auto": each step drafts what pays.
         lookup_match: tokens that must match before lookup guesses.
         mixed_drafts: whether drafts are also made in batches that hold prefill.
     """
 
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    weights: Width = "auto"
     device: str = "cpu"
+    threads: int | None = None
     max_length: int | None = None
     max_rows: int = 32
     batch_tokens: int = 512
@@ -49,12 +57,17 @@ class EngineConfig:
     prefix_cache: bool = True
     rule: Literal["match", "ratio", "block", "threshold"] = "match"
     threshold: float = 0.3
-    draft_tokens: int = 4
+    draft_tokens: int | Literal["auto"] = "auto"
     lookup_match: int = 2
     mixed_drafts: bool = False
 
     def __post_init__(self) -> None:
-        for name, allowed in (("dtype", DTYPES), ("rule", RULES), ("page_size", PAGE_SIZES)):
+        for name, allowed in (
+            ("dtype", DTYPES),
+            ("weights", WIDTHS),
+            ("rule", RULES),
+            ("page_size", PAGE_SIZES),
+        ):
             value = getattr(self, name)
             if value not in allowed or type(value) is not type(allowed[0]):
                 raise InvalidValue(name, getattr(self, name), "one of " + ", ".join(map(str, allowed)))
@@ -62,12 +75,18 @@ class EngineConfig:
             ("max_rows", 1, 4096),
             ("batch_tokens", 1, 1 << 20),
             ("kv_bytes", 1, 1 << 50),
-            ("draft_tokens", 0, MAX_DRAFT),
             ("lookup_match", 1, 1024),
         ):
             check_whole(name, getattr(self, name), low, high)
-        for name, low, high in (("max_length", 2, 1 << 24), ("kv_pages", 2, 1 << 30)):
+        for name, low, high in (
+            ("max_length", 2, 1 << 24),
+            ("kv_pages", 2, 1 << 30),
+            ("threads", 1, usable_cores()),
+        ):
             check_whole(name, getattr(self, name), low, high, optional=True)
+        length = self.draft_tokens
+        if length != "auto" and (type(length) is not int or not 0 <= length <= MAX_DRAFT):
+            raise InvalidValue("draft_tokens", length, f'a whole number from 0 to {MAX_DRAFT} or "auto"')
         for name in ("prefix_cache", "mixed_drafts"):
             check_flag(name, getattr(self, name))
         if not isinstance(self.device, str) or self.device.partition(":")[0] not in DEVICES:

@@ -18,6 +18,8 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import overload
 
+import torch
+
 from tandem.config import EngineConfig
 from tandem.engine.build import Assembly, Drafting, assemble, compute_dtype
 from tandem.engine.engine import Engine
@@ -71,6 +73,8 @@ class LLM:
             if name not in known:
                 raise InvalidValue("setting", name, "one of " + ", ".join(known))
         self.config = EngineConfig(**settings)  # type: ignore[arg-type]
+        if self.config.threads is not None:
+            torch.set_num_threads(self.config.threads)
         self._start(apart(self._load, str(model), str(draft)))
 
     def _load(self, model: str, draft: str) -> Assembly:
@@ -85,10 +89,10 @@ class LLM:
         if drafting is None:
             path = resolve(self.draft).path
             check_pair(self.tokenizer, _open_tokenizer(path))
-            made = Drafting.draft_model(load_model(path, dtype, self.config.device))
+            made = Drafting.draft_model(load_model(path, dtype, self.config.device, self.config.weights))
         else:
             made = drafting()
-        target = load_model(found.path, dtype, self.config.device)
+        target = load_model(found.path, dtype, self.config.device, self.config.weights)
         return assemble(target, made, self.config, self.tokenizer.vocab_size)
 
     @classmethod

@@ -2,7 +2,7 @@
 
     tokens     [ prompt ............ | output .......... ]        known = len(tokens)
     computed   [ in the target's KV ........... ]                 never more than known - 1 while it runs
-    observed   [ shown to the speculator ........... ]            known, once the prompt is done
+    observed   [ shown to the speculator ..... ]                  as far as it wanted: up to known
     pages      [ published full pages | own pages | reserved ]    one list for every model
 
 There are no phases: a step computes some of the tokens that are known but not yet computed, and when it reaches the
@@ -104,6 +104,7 @@ class Request:
     pages: list[int] = field(default_factory=list)
     node: int = 0
     published: int = 0
+    marked: int = 0
     row: int = -1
     preemptions: int = 0
     finish_reason: FinishReason | None = None

@@ -34,7 +34,8 @@ class SamplingParams:
     Lengths are in tokens. `top_k = 0` and `top_p = 1` switch those filters off; `temperature = 0` is greedy.
     `max_tokens = None` runs to the model's length limit. `logprobs` and `prompt_logprobs` count the most likely
     tokens listed beside the chosen one; they are those of the model's own distribution, before any option.
-    `draft_tokens` limits speculation for this request alone: 0 switches it off, None leaves it to the engine.
+    `draft_tokens` is the length of drafts for this request alone: 0 switches speculation off, None leaves it to the
+    engine.
 
     Raises:
         InvalidValue: names the field, its value and what is allowed.

@@ -16,7 +16,9 @@ from tandem.bench.demo import DEMO_PROMPTS
 from tandem.cli import app, models
 from tandem.cli.chat import Pieces
 from tandem.hub import Entry, Hub, PackageFiles, Part, Resolved
-from tests.bench.fakes import byte_tokenizer, tiny_llm
+from tandem.models.decoder import Decoder
+from tests.bench.fakes import byte_tokenizer, peer_python, tiny_llm
+from tests.bench.matrices import Matrix
 
 runner = CliRunner()
 
@@ -64,12 +66,19 @@ def test_every_field_of_the_records_is_an_option():
     assert sampling | engine <= option_names("generate")
     assert option_names("chat") >= (sampling | engine) - {"n", "logprobs", "prompt_logprobs"}
     assert not {"n", "prefix_cache"} & option_names("bench", "latency")
+    assert {"against", "peer_python", "peer_options"} <= option_names("bench", "latency")
+    assert {"concurrency", "plot"} <= option_names("bench", "throughput")
+    assert not {"draft_tokens", "max_rows", "temperature"} & option_names("bench", "roofline")
     assert "temperatures" in option_names("bench", "acceptance") and "temperature" not in option_names(
         "bench", "acceptance"
     )
 
 
-@pytest.mark.parametrize("path", [(), ("generate",), ("chat",), ("pull",), ("check",), ("demo",), ("bench", "latency")])
+@pytest.mark.parametrize(
+    "path",
+    [(), ("generate",), ("chat",), ("pull",), ("check",), ("demo",), ("bench",)]
+    + [("bench", name) for name in ("latency", "throughput", "acceptance", "roofline")],
+)
 def test_help(path):
     shown = run(*path, "--help")
     assert shown.exit_code == 0 and "Usage:" in shown.stdout
@@ -93,6 +102,12 @@ def test_options_reach_the_records(opened, monkeypatch):
     (call,) = opened
     assert (call["model"], call["draft"], call["rule"], call["max_rows"]) == ("some-model", "lookup", "block", 2)
     assert call["prefix_cache"] is False and call["draft_tokens"] == 9  # the engine's limit must not undo the request's
+
+
+def test_a_word_goes_to_the_record_that_knows_it(opened, monkeypatch):
+    seen = spy(monkeypatch, "generate")
+    assert run("generate", "m", "ab", "--draft-tokens", "auto", "--max-tokens", "2").exit_code == 0
+    assert seen == [(["ab"], SamplingParams(max_tokens=2))] and opened[0]["draft_tokens"] == "auto"
 
 
 def test_options_not_given_leave_the_defaults(opened, monkeypatch):
@@ -132,6 +147,7 @@ def test_generate_prints_json(opened):
         (("generate", "m", "ab", "--rule", "best"), "Error: rule = 'best': allowed is one of match, ratio"),
         (("generate", "m", "ab", "--logit-bias", "a=1"), "Error: logit_bias = 'a=1': allowed is ID=VALUE"),
         (("generate", "m", "ab", "--draft-tokens", "33"), "Error: draft_tokens = 33: allowed is a whole number"),
+        (("generate", "m", "ab", "--draft-tokens", "few"), "Error: draft_tokens = 'few': allowed is a whole number"),
         (("generate", "m", ""), "Error: prompt = '': allowed is text that is not empty"),
         (("generate", "m", "@no/such/file"), "Error: prompt file no/such/file cannot be read"),
         (("generate", "m", "x" * 600), "Error: prompt length = 600: allowed is at most 499 tokens"),
@@ -139,6 +155,14 @@ def test_generate_prints_json(opened):
         (("bench", "latency", "m", "--limit", "0"), "Error: limit = 0: allowed is a whole number from 1"),
         (("bench", "latency", "m", "--repeats", "0"), "Error: repeats = 0: allowed is a whole number from 1"),
         (("bench", "latency", "m", "--modes", "lookup:40"), "Error: draft_tokens = 40: allowed is"),
+        (("bench", "latency", "m", "--against", "vllm"), "Error: against = 'vllm': allowed is NAME or NAME=MODEL"),
+        (("bench", "latency", "m", "--peer-options", "{"), "Error: peer_options = '{': allowed is JSON such as"),
+        (("bench", "throughput", "m", "--concurrency", "1,0"), "Error: concurrency = 0: allowed is a whole number"),
+        (("bench", "throughput", "m", "--concurrency", "1.5"), "Error: concurrency = '1.5': allowed is numbers"),
+        (("bench", "throughput", "m", "--plot", "a.pdf"), "Error: plot = 'a.pdf': allowed is a file name that ends in"),
+        (("bench", "roofline", "m", "--context", "0"), "Error: context = 0: allowed is a whole number of tokens"),
+        (("bench", "roofline", "m", "--repeats", "0"), "Error: repeats = 0: allowed is a whole number from 1"),
+        (("bench", "roofline", "m", "--plot", "no/such.svg"), "Error: plot = 'no/such.svg': allowed is a file that"),
         (("bench", "acceptance", "m", "--temperatures", "0,warm"), "Error: temperatures = '0,warm': allowed is"),
         (("bench", "acceptance", "m", "--temperatures", "-1"), "Error: temperature = -1.0: allowed is a number from 0"),
     ],
@@ -233,7 +257,7 @@ def test_bench_latency_ends_with_one_line_of_json(opened, tmp_path, monkeypatch,
     prompts.write_text("abcabcabc\nxyz\n")
     done = run(
         "bench", "latency", "m", "--modes", "lookup,lookup:2", "--prompts", str(prompts), "--repeats", "2",
-        "--max-tokens", "20", "--temperature", temperature, "--json", str(out),
+        "--max-tokens", "20", "--temperature", temperature, "--json", str(out), "--draft-tokens", "4",
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout.splitlines()[-1])
@@ -260,6 +284,72 @@ def test_a_json_file_that_cannot_be_written(opened, monkeypatch, tmp_path):
     target = tmp_path / "absent" / "out.json"
     done = run("bench", "latency", "m", "--limit", "1", "--repeats", "1", "--max-tokens", "2", "--json", str(target))
     assert done.exit_code == 2 and f"Error: json = '{target}': allowed is a file that can be written" in done.stderr
+
+
+def test_latency_against_peers_names_those_that_are_left_out(opened, monkeypatch, tmp_path):
+    monkeypatch.setattr("tandem.cli.bench.read_bandwidth", lambda device="cpu": 1e9)
+    prompts = tmp_path / "set.txt"
+    prompts.write_text("abcabcabc\nxyz\n")
+    done = run(
+        "bench", "latency", "m", "--modes", "lookup", "--prompts", str(prompts), "--repeats", "2", "--max-tokens", "9",
+        "--ignore-eos", "--against", "openvino,llama.cpp,llama.cpp=bad.gguf", "--peer-python", peer_python(tmp_path),
+        "--peer-options", '{"llama.cpp": {"flash_attn": true}}',
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert "left out: openvino: ModuleNotFoundError: no openvino here\n" in done.stdout
+    assert "left out: llama.cpp bad.gguf: ValueError: Failed to load bad.gguf\n" in done.stdout
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert list(report["peers"]) == ["llama.cpp"] and list(report["left_out"]) == ["openvino", "llama.cpp bad.gguf"]
+    peer, modes = report["peers"]["llama.cpp"], report["modes"]
+    longest = len(byte_tokenizer().chat([{"role": "user", "content": "abcabcabc"}]))
+    assert peer["version"] == f"9.9 {tmp_path} 1 1 {longest + 9 + 1} True"  # the same model, threads and room
+    assert peer["tokens"] == 18 and list(modes) == ["none", "lookup"]
+    for mode, made in modes.items():
+        assert peer["ratios"][mode] == pytest.approx(made["tokens_per_second"] / peer["tokens_per_second"])
+    assert all(set(item["tokens_per_second"]) == {"none", "lookup", "llama.cpp"} for item in report["items"])
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_bench_throughput(opened, tmp_path, suffix):
+    prompts, plot, out = tmp_path / "set.txt", tmp_path / f"curves.{suffix}", tmp_path / "out.json"
+    prompts.write_text("abcabcabc\nxyz\n")
+    done = run(
+        "bench", "throughput", "m", "--modes", "lookup:2", "--concurrency", "1,3", "--prompts", str(prompts),
+        "--repeats", "1", "--max-tokens", "12", "--plot", str(plot), "--json", str(out), "--max-rows", "2",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report == json.loads(out.read_text()) and "identical output: yes" in done.stdout
+    assert [at["concurrency"] for at in report["levels"]] == [1, 3]
+    for at in report["levels"]:
+        assert list(at["modes"]) == ["none", "lookup:2"] and at["modes"]["none"]["ratio"] == 1
+    assert plot.stat().st_size > 1000
+    (call,) = opened
+    assert (call["prefix_cache"], call["max_rows"]) == (False, 3)
+
+
+def test_throughput_with_output_that_differs_ends_with_exit_code_1(opened, monkeypatch):
+    monkeypatch.setattr("tandem.bench.throughput._differences", lambda *arguments: iter(["a at 2 with lookup"] * 2))
+    done = run("bench", "throughput", "m", "--concurrency", "2", "--limit", "1", "--repeats", "1", "--max-tokens", "2")
+    assert done.exit_code == 1
+    assert json.loads(done.stdout.splitlines()[-1])["output"]["differs"] == ["a at 2 with lookup"]
+
+
+def test_bench_roofline(opened, monkeypatch, tmp_path):
+    monkeypatch.setattr("tandem.cli.bench.read_bandwidth", lambda device="cpu": 1e9)
+    monkeypatch.setattr(Decoder, "matrices", lambda self: {"l.0.up": Matrix((96, 64), 9, None)}, raising=False)
+    plot, out = tmp_path / "curve.svg", tmp_path / "out.json"
+    done = run("bench", "roofline", "m", "--repeats", "2", "--context", "40", "--plot", str(plot), "--json", str(out))
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report == json.loads(out.read_text())
+    assert list(report["pass_seconds"]) == ["1", "2", "4", "8", "16", "32", "64"]
+    assert report["pass_bound_seconds"] == pytest.approx(report["weight_bytes"] / 1e9)
+    assert report["ratio_16"] == pytest.approx(report["pass_seconds"]["16"] / report["pass_seconds"]["1"])
+    assert list(report["matrices"]) == ["up 96x64, 0.0117 bits"]
+    assert "T(16) / T(1)" in done.stdout and plot.stat().st_size > 1000
+    (call,) = opened
+    assert (call["draft"], call["max_rows"], call["max_length"]) == ("none", 64, 41)
 
 
 def test_bench_acceptance(opened, tmp_path):
@@ -291,7 +381,7 @@ def test_demo(opened, monkeypatch, tmp_path):
     assert "rounds measured: " in done.stdout and "{" not in done.stdout
     report = json.loads((tmp_path / "demo.json").read_text())
     assert list(report["modes"]) == ["none", "lookup", "lookup:8"]
-    assert (report["temperature"], opened[0]["draft_tokens"]) == (0.0, 8)
+    assert (report["temperature"], opened[0]["draft_tokens"]) == (0.0, "auto")
 
 
 def test_the_demo_does_more_than_copy():

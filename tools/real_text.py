@@ -25,8 +25,8 @@ from tandem.engine.build import Drafting, assemble, compute_dtype
 from tandem.errors import LoadError
 from tandem.hub import resolve
 from tandem.llm import LLM
-from tandem.models.decoder import Decoder
-from tandem.models.load import load_model, open_checkpoint
+from tandem.models.config import Model
+from tandem.models.load import load_model, model_of, open_checkpoint
 from tandem.sampling import SamplingParams
 from tandem.text import load_tokenizer
 from tandem.threads import apart
@@ -50,16 +50,19 @@ class Disturbed:
         noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(len(name)))
         return value + self.scale * value.std() * noise
 
+    def quantised(self, name: str) -> None:
+        """Disturbed values are floats."""
+
     def close(self) -> None:
         self.inner.close()
 
 
-def draft_of(path: Path, name: str | None, dtype: torch.dtype) -> Decoder:
+def draft_of(path: Path, name: str | None, dtype: torch.dtype) -> Model:
     """The named draft model, or the target disturbed."""
     if name is not None:
         return load_model(resolve(name).path, dtype, torch.device("cpu"))
     source = Disturbed(path, 0.05)
-    decoder = Decoder(source.config, source, dtype, torch.device("cpu"))
+    decoder = model_of(source, dtype, torch.device("cpu"))
     source.close()
     return decoder
 

@@ -57,10 +57,10 @@ def modes_table(report: Report) -> Table:
 
 
 def prompts_table(report: Report) -> Table:
-    """Tokens per second of each prompt."""
+    """Tokens per second of each prompt, the peers' too."""
     table = Table("prompt", "kind", title="tokens/s by prompt")
-    for mode in report["modes"]:
-        table.add_column(mode, justify="right")
+    for name in report["items"][0]["tokens_per_second"]:
+        table.add_column(name, justify="right")
     for item in report["items"]:
         table.add_row(item["name"], item["kind"], *(f"{rate:.1f}" for rate in item["tokens_per_second"].values()))
     return table

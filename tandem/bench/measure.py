@@ -1,7 +1,8 @@
 """Timed answers of several modes to the same prompts, and the figures that follow from them.
 
 A *mode* is a way to draft: "none", "lookup", or the name or path of a draft model, with ":N" behind it for
-drafts of N tokens. Plain decoding runs on the same engine as speculation, switched off for the request.
+drafts of N tokens; without it the engine decides. Plain decoding runs on the same engine as speculation, switched
+off for the request.
 
 How things are counted:
     first token   seconds from handing in a prompt to its first token.
@@ -18,9 +19,10 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import TypeVar
 
 from tandem.engine.lockstep import Delta
 from tandem.errors import InvalidValue
@@ -32,27 +34,29 @@ __all__ = ["Figures", "Mode", "Runs", "Sample", "Tick", "ask", "figures", "inter
 Tick = Callable[[int, int], None]
 """Called with the answers that are done and the answers in all."""
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """One way to draft: "none", "lookup", "auto" or a model; `tokens` is the longest draft."""
+    """One way to draft: "none", "lookup", "auto" or a model; `tokens` is the longest draft, None leaves it to it."""
 
     name: str
     draft: str
-    tokens: int
+    tokens: int | None
 
 
-def parse_modes(text: str, tokens: int) -> list[Mode]:
+def parse_modes(text: str, tokens: int | None = None) -> list[Mode]:
     """The modes of a comma-separated list such as "lookup,some-model:3", after plain decoding, their yardstick.
 
-    `tokens` is the longest draft of the modes that do not say. Raises InvalidValue.
+    `tokens` is what the modes get that do not say. Raises InvalidValue.
     """
     modes = {"none": Mode("none", "none", 0)}
     for name in map(str.strip, text.split(",")):
         parts = re.fullmatch(r"(.+?)(?::(\d+))?", name)
         if parts is None:
             raise InvalidValue("modes", text, "drafts with commas between them, each with or without :N for N tokens")
-        modes.setdefault(name, Mode(name, parts[1], int(parts[2] or tokens)))
+        modes.setdefault(name, Mode(name, parts[1], int(parts[2]) if parts[2] else tokens))
     return list(modes.values())
 
 
@@ -111,23 +115,24 @@ def ask(llm: LLM, tokens: Sequence[int], params: SamplingParams) -> Sample:
 
 
 def interleave(
-    prompts: int, modes: Sequence[Mode], repeats: int, seconds: float, run: Callable[[int, Mode], Sample], tick: Tick
-) -> Runs:
-    """Run every mode on every prompt, prompt by prompt; which mode comes first rotates, so that none profits.
+    cases: int, ways: Mapping[str, Callable[[int], T]], repeats: int, seconds: float, tick: Tick
+) -> dict[str, list[list[T]]]:
+    """Run every case in every way, case by case; which way comes first rotates, so that none profits.
 
-    All are run once, then again as long as another round fits into `seconds`, up to `repeats` times.
+    All are run once, then again as long as another round fits into `seconds`, up to `repeats` times. Returns by way:
+    for each case what its repeats gave.
     """
-    runs: Runs = {mode.name: [[] for _ in range(prompts)] for mode in modes}
-    started, done, total = time.perf_counter(), 0, prompts * len(modes) * repeats
+    runs: dict[str, list[list[T]]] = {name: [[] for _ in range(cases)] for name in ways}
+    names, started, done = list(ways), time.perf_counter(), 0
     for repeat in range(repeats):
         if repeat and (time.perf_counter() - started) * (repeat + 1) / repeat > seconds:
             break
-        for prompt in range(prompts):
-            for place in range(len(modes)):
-                mode = modes[(place + prompt + repeat) % len(modes)]
-                runs[mode.name][prompt].append(run(prompt, mode))
+        for case in range(cases):
+            for place in range(len(names)):
+                name = names[(place + case + repeat) % len(names)]
+                runs[name][case].append(ways[name](case))
                 done += 1
-                tick(done, total)
+                tick(done, cases * len(names) * repeats)
     return runs
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,10 +17,11 @@ from tandem.bench.measure import Mode, Runs, Sample, Tick, ask, figures, interle
 from tandem.bench.prompts import Item
 from tandem.errors import InvalidValue
 from tandem.llm import LLM
-from tandem.models.decoder import Decoder
+from tandem.models.config import Model
 from tandem.sampling import SamplingParams
 
 __all__ = [
+    "Asker",
     "Report",
     "Workload",
     "agreement",
@@ -27,11 +29,19 @@ __all__ = [
     "describe",
     "engines",
     "measure",
+    "prepare",
+    "prompts_of",
     "summarise",
     "target_of",
+    "verdict",
 ]
 
 Report = dict[str, Any]
+
+Asker = Callable[[int], Sample]
+"""Times one answer to the prompt of that number."""
+
+T = TypeVar("T")
 
 _WARM_UP = 24  # tokens: some steps of every kind
 
@@ -51,7 +61,7 @@ class Workload:
             raise InvalidValue("repeats", self.repeats, "a whole number from 1")
 
 
-def target_of(llm: LLM) -> Decoder:
+def target_of(llm: LLM) -> Model:
     """The model whose tokens an engine emits."""
     return llm.engine.driver.step.target.model
 
@@ -63,27 +73,43 @@ def engines(modes: Sequence[Mode], start: Callable[[str], LLM]) -> dict[str, LLM
     return {mode.name: started.get(mode.draft, started[drafts[0]]) for mode in modes}
 
 
-def measure(
-    llms: Mapping[str, LLM], modes: Sequence[Mode], workload: Workload, tick: Tick = lambda done, total: None
-) -> Runs:
-    """Warm every mode up, then run them all in alternation. Raises what the engines raise."""
-    tokenizer = next(iter(llms.values())).tokenizer
+def prompts_of(llm: LLM, workload: Workload) -> list[list[int]]:
+    """The token ids of each prompt."""
     texts = [item.text for item in workload.items]
     if workload.chat:
-        prompts = [tokenizer.chat([{"role": "user", "content": text}]) for text in texts]
-    else:
-        prompts = [tokenizer.encode(text) for text in texts]
-    params = {mode.name: replace(workload.params, draft_tokens=mode.tokens) for mode in modes}
+        return [llm.tokenizer.chat([{"role": "user", "content": text}]) for text in texts]
+    return [llm.tokenizer.encode(text) for text in texts]
 
-    def run(prompt: int, mode: Mode) -> Sample:
-        return ask(llms[mode.name], prompts[prompt], params[mode.name])
 
+def prepare(
+    llms: Mapping[str, LLM],
+    modes: Sequence[Mode],
+    workload: Workload,
+    run: Callable[[LLM, list[list[int]], SamplingParams, int], T],
+) -> dict[str, Callable[[int], T]]:
+    """Warm every mode up. By mode, what runs a case in it: `run` with engine, prompts, options and the case."""
+    prompts = prompts_of(next(iter(llms.values())), workload)
+    ways: dict[str, Callable[[int], T]] = {}
     for mode in modes:
-        ask(llms[mode.name], prompts[0], replace(params[mode.name], min_tokens=0, max_tokens=_WARM_UP))
-    return interleave(len(prompts), modes, workload.repeats, workload.seconds, run, tick)
+        llm, params = llms[mode.name], replace(workload.params, draft_tokens=mode.tokens)
+        ask(llm, prompts[0], replace(params, min_tokens=0, max_tokens=_WARM_UP))
+        ways[mode.name] = partial(run, llm, prompts, params)
+    return ways
 
 
-def describe(model: str, llm: LLM, workload: Workload, runs: Runs) -> Report:
+def measure(
+    llms: Mapping[str, LLM],
+    modes: Sequence[Mode],
+    workload: Workload,
+    tick: Tick = lambda done, total: None,
+    others: Mapping[str, Asker] | None = None,
+) -> Runs:
+    """Run all modes, and `others` with them, in alternation. Raises what they raise."""
+    ways = prepare(llms, modes, workload, lambda llm, prompts, params, case: ask(llm, prompts[case], params))
+    return interleave(len(workload.items), {**ways, **(others or {})}, workload.repeats, workload.seconds, tick)
+
+
+def describe(model: str, llm: LLM, workload: Workload, runs: Mapping[str, Sequence[Sequence[object]]]) -> Report:
     """What was measured: model, machine and settings."""
     return {
         "model": model,
@@ -108,11 +134,7 @@ def summarise(runs: Runs) -> dict[str, Report]:
 
 
 def agreement(runs: Runs, items: Sequence[Item], rule: str, params: SamplingParams) -> Report:
-    """Whether all modes gave equal tokens, and whether the rule promises that they do.
-
-    `match` promises it always; `ratio` and `block` when greedy, else they keep the law but not the tokens;
-    `threshold` promises nothing.
-    """
+    """Whether all modes gave equal tokens, and whether the rule promises that they do."""
     expected = [repeats[0].tokens for repeats in next(iter(runs.values()))]
     differs = [
         f"{item.name} with {mode}"
@@ -120,8 +142,17 @@ def agreement(runs: Runs, items: Sequence[Item], rule: str, params: SamplingPara
         for mode, samples in runs.items()
         if any(sample.tokens != expected[place] for sample in samples[place])
     ]
+    return verdict(differs, rule, params)
+
+
+def verdict(differs: Sequence[str], rule: str, params: SamplingParams) -> Report:
+    """Where output differs, and whether the rule promises that it does not.
+
+    `match` promises it always; `ratio` and `block` when greedy, else they keep the law but not the tokens;
+    `threshold` promises nothing.
+    """
     promised = rule == "match" or (params.greedy and rule != "threshold")
-    return {"identical": not differs, "promised": promised, "differs": differs}
+    return {"identical": not differs, "promised": promised, "differs": list(differs)}
 
 
 def agreement_line(found: Report) -> str:

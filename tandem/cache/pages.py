@@ -33,18 +33,20 @@ from collections.abc import Sequence
 
 from tandem.errors import InvalidValue
 
-__all__ = ["Pages"]
+__all__ = ["ROOT", "Pages"]
 
 Key = tuple[int, tuple[int, ...]]
 
-PRIVATE = 0  # the node of a page that is not published; nodes count from 1, roots are negative
+PRIVATE = 0  # the node of a page that is not published; nodes count from 1
+ROOT = -1
+"""The node that the first page of every text follows."""
 
 
 class Pages:
     """Hands out pages, counts references and remembers published pages. Constant time for each page touched.
 
-    A root is a negative integer of the caller's choice. Pages published under different roots never match
-    each other, which keeps apart pages whose KV is filled for different sets of models.
+    A published page holds the target's KV. Whether the speculator's is filled in as well is a mark on the page, which
+    may come later and is lost with the page's contents.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -62,6 +64,7 @@ class Pages:
         self._key: dict[int, Key] = {}  # the index from the page's side
         self._node = [PRIVATE] * num_pages
         self._last_node = PRIVATE
+        self._marked = bytearray(num_pages)
 
     @property
     def free(self) -> int:
@@ -85,14 +88,13 @@ class Pages:
             pages.append(page)
         return pages
 
-    def match(self, tokens: Sequence[int], limit: int, root: int) -> tuple[list[int], int]:
+    def match(self, tokens: Sequence[int], limit: int) -> tuple[list[int], int]:
         """The longest run of published pages that hold a prefix of `tokens`, at most `limit` tokens of it.
 
-        Takes a reference on each page. Returns the pages and the node of the last, `root` if there is none.
+        Takes a reference on each page. Returns the pages and the node of the last, `ROOT` if there is none.
         """
-        assert root < 0, root
         pages: list[int] = []
-        node = root
+        node = ROOT
         size = self.page_size
         for start in range(0, min(limit, len(tokens)) - size + 1, size):
             page = self._index.get((node, tuple(tokens[start : start + size])))
@@ -106,7 +108,7 @@ class Pages:
         return pages, node
 
     def publish(self, node: int, tokens: Sequence[int], page: int) -> int:
-        """Makes a full, held page that follows `node` (or a root) available to `match`; returns its node.
+        """Makes a full, held page that follows `node` (or `ROOT`) available to `match`; returns its node.
 
         `tokens` are the `page_size` tokens the page holds. Where the same text is published already, the node
         of that page is returned and `page` stays private.
@@ -126,6 +128,16 @@ class Pages:
         self._node[page] = self._last_node
         return self._last_node
 
+    def mark(self, page: int) -> None:
+        """Records that a held page is full of the speculator's KV too, whoever else holds it."""
+        assert self._references[page] > 0, page
+        self._marked[page] = True
+
+    def marked(self, page: int) -> bool:
+        """Whether a held page holds the speculator's KV as well."""
+        assert self._references[page] > 0, page
+        return bool(self._marked[page])
+
     def release(self, pages: Sequence[int]) -> None:
         """Drops one reference of each page, last page first, so that tails are evicted before heads."""
         for page in reversed(pages):
@@ -134,7 +146,7 @@ class Pages:
             if self._references[page] > 0:
                 continue
             if self._node[page] == PRIVATE:
-                self._empty.append(page)
+                self._clear(page)
             else:
                 self._idle[page] = None
 
@@ -148,6 +160,10 @@ class Pages:
         del self._idle[page]
         del self._index[self._key.pop(page)]
         self._node[page] = PRIVATE
+        self._clear(page)
+
+    def _clear(self, page: int) -> None:
+        self._marked[page] = False
         self._empty.append(page)
 
     def check(self) -> None:
@@ -162,6 +178,7 @@ class Pages:
         assert empty | idle | held == set(range(1, self.total + 1)), "page 0 is in use or a page is lost"
         assert idle <= published and not empty & published
         assert self._key.keys() == published
+        assert not any(self._marked[page] for page in empty), "an empty page is marked"
         assert self._index == {key: page for page, key in self._key.items()}
         nodes = [self._node[page] for page in published]
         assert len(set(nodes)) == len(nodes) and max(nodes, default=0) <= self._last_node

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.kernels.memory import lend
 from tandem.models.config import ModelConfig
 
 __all__ = ["Pool"]
@@ -35,14 +35,17 @@ class Pool:
         shape = (config.layers, 2, config.kv_heads, num_pages, page_size, config.head_dim)
         if device.type != "cpu":
             return cls(torch.zeros(shape, dtype=dtype, device=device))
-        # The system lends these zeros when a page is first written; torch.zeros would write them all.
-        lent = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-        return cls(torch.from_numpy(lent).view(dtype).view(shape))
+        return cls(lend(math.prod(shape) * dtype.itemsize).view(dtype).view(shape))
 
     @staticmethod
     def bytes_per_page(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
         """Bytes that one page takes in this model's pool."""
         return 2 * config.layers * config.kv_heads * page_size * config.head_dim * dtype.itemsize
+
+    @property
+    def entries(self) -> Tensor:
+        """[L, 2, Hkv, num_pages, page_size, D]: of each layer the keys, then the values."""
+        return self._entries
 
     @property
     def keys(self) -> Tensor:

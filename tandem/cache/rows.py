@@ -97,7 +97,7 @@ class Rows:
         known = torch.tensor(request.tokens, dtype=torch.int64, device=self.tokens.device)
         self.tokens[row, : request.known] = known
         self.known[row] = request.known
-        self.length[row] = self.observed[row] = request.computed
+        self.length[row], self.observed[row] = request.computed, request.observed
         self.pages[row] = 0
         self.seed[row] = request.seed
         self.temperature[row] = 0.0 if params.greedy else params.temperature

@@ -37,6 +37,6 @@ benches = typer.Typer(
 )
 for verb in (models.pull, generate.generate, chat.chat, check.check, bench.demo):
     app.command()(verb)
-for measurement in (bench.latency, bench.acceptance):
+for measurement in (bench.latency, bench.throughput, bench.acceptance, bench.roofline):
     benches.command()(measurement)
 app.add_typer(benches, name="bench")

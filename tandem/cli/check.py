@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +15,8 @@ from tandem.bench.roofline import last_level_cache, read_bandwidth
 from tandem.config import EngineConfig
 from tandem.engine.build import compute_dtype
 from tandem.hub import CATALOGUE, Hub
-from tandem.kernels.linear import TILE
+from tandem.kernels import native
+from tandem.threads import usable_cores
 
 __all__ = ["check"]
 
@@ -34,8 +34,16 @@ def check(
 
 
 def _processor() -> list[tuple[str, str]]:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return [("processor", f"{platform.machine()}, {usable} cores usable"), ("instruction sets", _instruction_sets())]
+    cores = f"{platform.machine()}, {usable_cores()} cores usable"
+    return [("processor", cores), ("instruction sets", _instruction_sets()), ("native kernels", _kernels())]
+
+
+def _kernels() -> str:
+    """Which instruction set the kernels use, or why there are none."""
+    if (why := native.missing()) is not None:
+        return f"none, {why}; torch computes instead"
+    fastest, *others = native.paths()
+    return f"{fastest}, in bfloat16 on the CPU" + (f" (there are also {', '.join(others)})" if others else "")
 
 
 def _instruction_sets() -> str:
@@ -54,7 +62,6 @@ def _torch() -> list[tuple[str, str]]:
     return [
         ("torch", f"{torch.__version__}, {torch.get_num_threads()} threads"),
         ("precision (dtype auto)", name),
-        ("matrix products", f"blocks of {TILE} rows, or {2 * TILE} where a trial at load gives the same bits"),
         ("cuda", cuda),
     ]
 

@@ -41,9 +41,11 @@ _HELP = {
     "n": "answers to each prompt",
     "logprobs": "likeliest tokens listed with each token",
     "prompt_logprobs": "the same for the prompt",
-    "draft_tokens": "longest draft, 0 to 32; 0: no speculation",
+    "draft_tokens": "tokens to draft in a step, 0 to 32, 0: no speculation; auto: as many as pay",
     "dtype": "auto, float32, bfloat16 or float64",
+    "weights": "auto, as in the file; or bf16; or int8 or int4 for what is wider",
     "device": "torch device",
+    "threads": "of the CPU; one for each core if not given",
     "max_length": "most tokens of prompt and answer together",
     "max_rows": "requests that run at once",
     "batch_tokens": "prompt tokens computed in one step",
@@ -66,7 +68,8 @@ def options(*hidden: str, **defaults: object) -> Callable[[Callable[..., None]],
         defaults: other defaults than the records' own.
 
     A field may carry its help text in its metadata. A name that several records share is one option, which sets the
-    field in all of them and has the type and default of the first.
+    field in all of them and has the default of the first. A word that not all of them know, such as "auto", goes to
+    those that do.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -74,16 +77,16 @@ def options(*hidden: str, **defaults: object) -> Callable[[Callable[..., None]],
         records: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
         owners = _owners(records, hidden)
         plain = [p.replace(annotation=hints[n]) for n, p in inspect.signature(command).parameters.items()]
-        added = [_parameter(field, hint, defaults) for _, field, hint in owners.values()]
+        added = [_parameter(field, _widest(hints), defaults) for field, hints in owners.values()]
         parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in plain if p.name not in records] + added
 
         @functools.wraps(command)
         def run(**given: object) -> None:
             values: dict[str, dict[str, object]] = {name: {} for name in records}
-            for name, (owning, field, hint) in owners.items():
-                value = _value(field, hint, given.pop(name))
-                if value is not None:
-                    for record in owning:
+            for name, (field, owning) in owners.items():
+                value = _value(field, _widest(owning), given.pop(name))
+                for record, hint in owning.items():
+                    if value is not None and (value in _words(hint) or value not in _words(_widest(owning))):
                         values[record][name] = value
             command(**given, **{name: record(**values[name]) for name, record in records.items()})
 
@@ -94,23 +97,32 @@ def options(*hidden: str, **defaults: object) -> Callable[[Callable[..., None]],
     return decorate
 
 
-def _owners(records: Mapping[str, Any], hidden: tuple[str, ...]) -> dict[str, tuple[list[str], Field[Any], Any]]:
-    """By option: the parameters it belongs to, its first field, and that field's type without None."""
-    owners: dict[str, tuple[list[str], Field[Any], Any]] = {}
+def _owners(records: Mapping[str, Any], hidden: tuple[str, ...]) -> dict[str, tuple[Field[Any], dict[str, Any]]]:
+    """By option: its first field, and by parameter that it belongs to the field's type there, without None."""
+    owners: dict[str, tuple[Field[Any], dict[str, Any]]] = {}
     for name, record in records.items():
         hints = get_type_hints(record)
         for field in fields(record):
-            if field.name in owners:
-                owners[field.name][0].append(name)
-            elif field.name not in hidden:
-                owners[field.name] = ([name], field, _without_none(hints[field.name]))
+            if field.name not in hidden:
+                owners.setdefault(field.name, (field, {}))[1][name] = _without_none(hints[field.name])
     return owners
 
 
 def _without_none(hint: Any) -> Any:
     if get_origin(hint) in (Union, types.UnionType):
-        return next(part for part in get_args(hint) if part is not type(None))
+        return Union[tuple(part for part in get_args(hint) if part is not type(None))]  # noqa: UP007 -- of a tuple
     return hint
+
+
+def _words(hint: Any) -> tuple[object, ...]:
+    """The words that may be given in place of a number."""
+    parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else ()
+    return tuple(word for part in parts if get_origin(part) is Literal for word in get_args(part))
+
+
+def _widest(hints: Mapping[str, Any]) -> Any:
+    """The type of an option: the first that has words, else the first."""
+    return next((hint for hint in hints.values() if _words(hint)), next(iter(hints.values())))
 
 
 def _parameter(field: Field[Any], hint: Any, defaults: Mapping[str, object]) -> inspect.Parameter:
@@ -120,7 +132,7 @@ def _parameter(field: Field[Any], hint: Any, defaults: Mapping[str, object]) -> 
         kind, default = list[get_args(hint)[0]], None  # type: ignore[misc]
     elif origin is Mapping:
         kind, default = list[str], None
-    elif origin is Literal:
+    elif origin is Literal or _words(hint):
         kind = str
     option = typer.Option(default, help=field.metadata.get("help") or _HELP[field.name])
     annotation = kind if default is not None else kind | None
@@ -134,6 +146,8 @@ def _value(field: Field[Any], hint: Any, given: Any) -> object:
         return tuple(given) if given else None
     if origin is Mapping:
         return dict(_pair(field.name, text) for text in given) if given else None
+    if _words(hint) and isinstance(given, str):
+        return int(given) if given.lstrip("-").isdecimal() else given
     return given
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from time import perf_counter
 
 import torch
 
@@ -16,11 +17,14 @@ from tandem.engine.runner import Runner
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.step import Step
 from tandem.errors import InvalidValue
-from tandem.models.decoder import Decoder
+from tandem.kernels import native
+from tandem.models.config import Model
+from tandem.speculate.costs import Clock, measure
 from tandem.speculate.draft import MAX_NODES, Speculator
 from tandem.speculate.draft_model import DraftModel
 from tandem.speculate.lookup import Lookup
 from tandem.speculate.none import NoSpeculation
+from tandem.speculate.policy import Adaptive
 from tandem.speculate.verify import Rule, check_rule, rule_of
 
 __all__ = ["Assembly", "Drafting", "Site", "assemble", "compute_dtype"]
@@ -35,6 +39,7 @@ class Site:
     vocab: int
     num_pages: int
     config: EngineConfig
+    target: Runner
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +47,7 @@ class Drafting:
     """How to make a speculator once the rows exist. `model` is one whose KV shares the pages, if there is one."""
 
     make: Callable[[Site], Speculator]
-    model: Decoder | None = None
+    model: Model | None = None
 
     @classmethod
     def none(cls) -> Drafting:
@@ -50,17 +55,28 @@ class Drafting:
         return cls(lambda site: NoSpeculation())
 
     @classmethod
-    def lookup(cls) -> Drafting:
+    def lookup(cls, clock: Clock = perf_counter) -> Drafting:
         """Guesses copied from the text."""
-        return cls(lambda site: Lookup(site.config.lookup_match))
+
+        def make(site: Site) -> Speculator:
+            copies = Lookup(site.config.lookup_match)
+            if site.config.draft_tokens != "auto":
+                return copies
+            return Adaptive(copies, None, measure(site.target, None, site.rows, clock), clock)
+
+        return cls(make)
 
     @classmethod
-    def draft_model(cls, model: Decoder) -> Drafting:
-        """Guesses of a smaller model."""
+    def draft_model(cls, model: Model, clock: Clock = perf_counter) -> Drafting:
+        """Guesses of a smaller model, and copies where these are better if drafts have no fixed length."""
 
         def make(site: Site) -> Speculator:
             runner = Runner(model, _pool(model, site.num_pages, site.config.page_size), site.vocab)
-            return DraftModel(runner, site.rows, site.rule)
+            drawing = DraftModel(runner, site.rows, site.rule)
+            if site.config.draft_tokens != "auto":
+                return drawing
+            costs = measure(site.target, runner, site.rows, clock)
+            return Adaptive(Lookup(site.config.lookup_match), drawing, costs, clock)
 
         return cls(make, model)
 
@@ -81,11 +97,11 @@ def compute_dtype(config: EngineConfig) -> torch.dtype:
         raise InvalidValue("device", config.device, "cpu: torch finds no CUDA device here")
     if config.dtype != "auto":
         return {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}[config.dtype]
-    native = torch.cpu._is_avx512_bf16_supported() if config.device == "cpu" else True
-    return torch.bfloat16 if native else torch.float32
+    narrow = config.device != "cpu" or bool(native.paths()) or torch.cpu._is_avx512_bf16_supported()
+    return torch.bfloat16 if narrow else torch.float32
 
 
-def assemble(target: Decoder, drafting: Drafting, config: EngineConfig, vocab: int | None = None) -> Assembly:
+def assemble(target: Model, drafting: Drafting, config: EngineConfig, vocab: int | None = None) -> Assembly:
     """Build an engine around loaded models.
 
     Args:
@@ -108,13 +124,13 @@ def assemble(target: Decoder, drafting: Drafting, config: EngineConfig, vocab: i
     rows = Rows.allocate(config.max_rows, slots, -(-slots // config.page_size), vocab, device, sampler)
     rule = rule_of(config)
     runner = Runner(target, _pool(target, num_pages, config.page_size), vocab)
-    speculator = drafting.make(Site(rows, rule, vocab, num_pages, config))
+    speculator = drafting.make(Site(rows, rule, vocab, num_pages, config, runner))
     check_rule(rule, speculator.branching)
     scheduler = Scheduler(config, Pages(num_pages, config.page_size), speculator.max_draft)
     return Assembly(config, Lockstep(scheduler, Step(runner, speculator, rows, rule)), vocab, max_length)
 
 
-def _max_length(models: list[Decoder], config: EngineConfig, num_pages: int) -> int:
+def _max_length(models: list[Model], config: EngineConfig, num_pages: int) -> int:
     """The longest sequence: what is asked for, or the target's positions and the pool allow."""
     held = (num_pages - 1) * config.page_size
     if held < 2:
@@ -132,7 +148,7 @@ def _max_length(models: list[Decoder], config: EngineConfig, num_pages: int) -> 
     return length
 
 
-def _pool(model: Decoder, num_pages: int, page_size: int) -> Pool:
+def _pool(model: Model, num_pages: int, page_size: int) -> Pool:
     try:
         return Pool.allocate(model.config, num_pages, page_size, model.dtype, model.device)
     except (MemoryError, RuntimeError) as error:

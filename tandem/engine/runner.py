@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 from tandem.cache.pool import Pool
 from tandem.engine.batch import Batch
-from tandem.models.decoder import Decoder
+from tandem.models.config import Model
 
 __all__ = ["Runner"]
 
@@ -19,7 +19,7 @@ class Runner:
     """Runs one model. `vocab` is the number of token ids in use: rows that only pad an lm_head are cut off, and ids
     that a draft lacks get probability 0, and are read as its last id."""
 
-    model: Decoder
+    model: Model
     pool: Pool
     vocab: int
 

@@ -9,16 +9,14 @@ known tokens (which the prefix cache usually still holds). Pure Python, no tenso
 from __future__ import annotations
 
 from collections import deque
+from itertools import takewhile
 
-from tandem.cache.pages import Pages
+from tandem.cache.pages import ROOT, Pages
 from tandem.config import EngineConfig
 from tandem.engine.plan import Plan, Work
 from tandem.request import Request
 
 __all__ = ["Scheduler"]
-
-_PLAIN, _DRAFTED = -1, -2
-"""Roots of the prefix index: pages that hold only the target's KV, and those the speculator has filled as well."""
 
 
 class Scheduler:
@@ -27,7 +25,7 @@ class Scheduler:
     def __init__(self, config: EngineConfig, pages: Pages, max_draft: int) -> None:
         self.config = config
         self.pages = pages
-        self.max_draft = min(max_draft, config.draft_tokens)
+        self.max_draft = max_draft if config.draft_tokens == "auto" else min(max_draft, config.draft_tokens)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.free_rows = list(range(config.max_rows - 1, -1, -1))
@@ -72,7 +70,8 @@ class Scheduler:
         return Plan(tuple(work), tuple(admitted), grown) if work else None
 
     def advance(self, request: Request, computed: int) -> None:
-        """Record that `computed` tokens of the request are in KV now, and share the pages they fill."""
+        """Record that `computed` tokens of the request are in KV now; share the pages they fill, and mark those that
+        the speculator has filled too."""
         request.computed = min(computed, request.known)
         if not self.config.prefix_cache:
             return
@@ -82,6 +81,9 @@ class Scheduler:
             page = request.pages[request.published]
             request.node = self.pages.publish(request.node, request.tokens[first : first + size], page)
             request.published += 1
+        while (request.marked + 1) * size <= min(request.observed, request.known):
+            self.pages.mark(request.pages[request.marked])
+            request.marked += 1
 
     def _reserve(self, request: Request, tokens: int) -> bool:
         """Own pages for `tokens` tokens, preempting younger requests if need be. False: it was preempted itself."""
@@ -111,7 +113,7 @@ class Scheduler:
     def _with_quota(self, work: Work) -> Work:
         """Add as many drafted tokens as the request may use and pages allow."""
         request = work.request
-        if not work.emits or request.observed < request.known:  # a speculator must have seen all it continues
+        if not work.emits:
             return work
         # The last token that may be emitted is the target's own: drafts stop one before it.
         quota = min(request.quota, request.room - 1)
@@ -144,12 +146,13 @@ class Scheduler:
 
     def _match(self, request: Request) -> None:
         """Take the pages of the longest cached prefix; at least one token stays to be computed."""
-        request.node = _PLAIN if request.quota == 0 else _DRAFTED
+        request.node = ROOT
         if self.config.prefix_cache and request.params.prompt_logprobs is None:
-            pages, request.node = self.pages.match(request.tokens, request.known - 1, request.node)
-            request.pages = pages
+            request.pages, request.node = self.pages.match(request.tokens, request.known - 1)
         request.published = len(request.pages)
-        request.computed = request.observed = len(request.pages) * self.pages.page_size
+        request.marked = sum(1 for _ in takewhile(self.pages.marked, request.pages))
+        request.computed = request.published * self.pages.page_size
+        request.observed = request.marked * self.pages.page_size
         if not request.preemptions:
             request.cached = request.computed
 
@@ -168,4 +171,4 @@ class Scheduler:
     def _forget_pages(self, request: Request) -> None:
         self.pages.release(request.pages)
         request.pages = []
-        request.published = request.computed = request.observed = 0
+        request.published = request.marked = request.computed = request.observed = 0

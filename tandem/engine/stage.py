@@ -65,16 +65,15 @@ def stage(table: Rows, spans: Spans, page_size: int, tree: Draft | None = None) 
     slot = start[local] + offset
     width = max(1, -(-max(spans.bounds) // page_size))
     page = table.pages[row_of, slot // page_size]
-    positions, seen_to, ancestors, base = slot, slot, None, None
+    positions, seen_to, ancestors = slot, slot, None
     if tree is not None and tree.branching and tree.width:
-        positions, seen_to, ancestors, base = _place_nodes(spans, tree, slot, local, offset)
-    plan = AttentionPlan.build(
+        positions, seen_to, ancestors = _place_nodes(spans, tree, slot, local, offset)
+    plan = AttentionPlan(
         page_table=table.pages[spans.index, :width],
         counts=spans.counts,
         bounds=spans.bounds,
         seen_to=seen_to,
         ancestors=ancestors,
-        base=base,
     )
     return Batch(table.tokens[row_of, slot], positions, page * page_size + slot % page_size, plan)
 
@@ -95,8 +94,8 @@ def _places(counts: tuple[int, ...], scratch: int, rows: tuple[int, ...]) -> Ten
 
 def _place_nodes(
     spans: Spans, tree: Draft, slot: Tensor, local: Tensor, offset: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Positions, unconditional sight, ancestor words and root slots, each [T], of a batch with tree nodes."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions, unconditional sight and ancestor words, each [T], of a batch with tree nodes."""
     device, rows = slot.device, len(tree.counts)
     first = [c - n - 1 for c, n in zip(spans.counts, tree.counts, strict=False)]  # offset of the root in its span
     none = max(spans.counts) + 1  # rows without a tree: no offset reaches it
@@ -113,5 +112,4 @@ def _place_nodes(
         positions,
         torch.where(in_tree, root, slot),
         torch.where(in_tree, word, torch.zeros_like(word)),
-        torch.where(in_tree, root, slot),
     )

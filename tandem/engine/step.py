@@ -7,6 +7,7 @@ Everything here works on rows of the device table; the host contributes what `Pl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from tandem.cache.rows import Rows
 from tandem.engine.logprobs import rank
-from tandem.engine.plan import Plan, Work
+from tandem.engine.plan import Plan
 from tandem.engine.runner import Runner
 from tandem.engine.stage import Spans, stage
 from tandem.request import Request, TokenLogprobs
@@ -35,6 +36,7 @@ class Decoding:
         known: [R] int64 committed tokens.
         quota: most nodes to draft for each.
         needs: what their sampling options ask for.
+        load: known tokens that the target computes in this step, those of rows that do not emit included.
     """
 
     requests: tuple[Request, ...]
@@ -42,13 +44,20 @@ class Decoding:
     known: Tensor
     quota: tuple[int, ...]
     needs: Needs
+    load: int
+
+    def of(self, places: Sequence[int]) -> Decoding:
+        """Some of the rows, by their places here."""
+        chosen = torch.tensor(places, dtype=torch.int64, device=self.index.device)
+        requests, quota = tuple(self.requests[i] for i in places), tuple(self.quota[i] for i in places)
+        return Decoding(requests, self.index[chosen], self.known[chosen], quota, self.needs, self.load)
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What just became true, as a speculator's `observe` sees it: spans of committed tokens it has not been shown.
+    """What a speculator's `observe` is shown: spans of committed tokens it has not seen, as far as it wanted.
 
-    `complete[r]` says whether span r ends in the row's last committed token, after which it will draft.
+    `complete[r]` says whether span r ends in the row's last committed token, after which it can draft.
     """
 
     spans: Spans
@@ -81,7 +90,7 @@ class Step:
     def run(self, plan: Plan) -> Outcome:
         """Compute the planned tokens; emit, commit and report what follows."""
         self._enter(plan)
-        decoding = self._decoding(plan.emitting)
+        decoding = self._decoding(plan)
         draft = self.speculator.draft(decoding, self.carry)
         assert all(n <= most for n, most in zip(draft.counts, decoding.quota, strict=True)), "nodes without a slot"
         self._place(decoding, draft)
@@ -113,11 +122,13 @@ class Step:
             row, place, page = torch.tensor(triples, dtype=torch.int64).T.to(self.rows.pages.device)
             self.rows.pages[row, place] = page
 
-    def _decoding(self, emitting: tuple[Work, ...]) -> Decoding:
+    def _decoding(self, plan: Plan) -> Decoding:
+        emitting = plan.emitting
         requests = tuple(w.request for w in emitting)
         index = torch.tensor([r.row for r in requests], dtype=torch.int64, device=self.rows.known.device)
         needs = Needs.of([r.params for r in requests])
-        return Decoding(requests, index, self.rows.known[index], tuple(w.quota for w in emitting), needs)
+        quota, load = tuple(w.quota for w in emitting), sum(w.count for w in plan.work)
+        return Decoding(requests, index, self.rows.known[index], quota, needs, load)
 
     def _place(self, decoding: Decoding, draft: Draft) -> None:
         """Write drafted tokens behind the committed ones, where the batch gathers them: node j in slot root + j."""
@@ -206,19 +217,21 @@ class Step:
             first += count
 
     def _seen(self, plan: Plan, outcome: Outcome) -> Seen:
-        """Spans from what each speculating row's speculator has been shown up to what is committed or computed now."""
+        """Spans from what the speculator has been shown of each row, as far as it reaches for what is committed or
+        computed now."""
         rows, counts, bounds, complete = [], [], [], []
         for i, work in enumerate(plan.work):
             request = work.request
-            if request.quota == 0:
-                continue
             emitted = outcome.tokens[i] if i < len(outcome.tokens) else []
             end = request.known + len(emitted) if emitted else request.computed + work.count
+            reach = self.speculator.reach(request, end)
+            if reach <= request.observed:
+                continue
             rows.append(request.row)
-            counts.append(end - request.observed)
-            bounds.append(end)
-            complete.append(bool(emitted))
-            request.observed = end
+            counts.append(reach - request.observed)
+            bounds.append(reach)
+            complete.append(bool(emitted) and reach == end)
+            request.observed = reach
         index = torch.tensor(rows, dtype=torch.int64, device=self.rows.known.device)
         start = self.rows.observed[index]
         self.rows.observed[index] = start + torch.tensor(counts, dtype=torch.int64, device=start.device)

@@ -6,8 +6,8 @@ blocks past a query's own end weigh exactly 0 and change nothing. So neither the
 row are computed at once, nor how many pages the table lists can move a bit. Scores, weights and sums are float32
 (float64 for a float64 model) over KV of the model's dtype, because low-precision products are not row by row.
 
-What a query sees: every slot of its row up to `seen_to`, and, in a tree, the slots `base + j` whose bit j is set in
-its 64-bit word of ancestors. Rows and pieces of rows with the same number of query rows are computed together:
+What a query sees: every slot of its row up to `seen_to`, and, in a tree, the slots `seen_to + j` whose bit j is set
+in its 64-bit word of ancestors. Rows and pieces of rows with the same number of query rows are computed together:
 
     query rows  [Hkv, R, blocks, M, D]   M = tokens * G, padded to a multiple of 16; repeated for every block
     key block   [Hkv, R, blocks, 128, D]
@@ -82,40 +82,31 @@ class _Layout:
 class AttentionPlan:
     """What each query of one batch sees. Planned once per step; index tensors and masks are shared by all layers."""
 
-    def __init__(self, page_table: Tensor, counts: tuple[int, ...], bounds: tuple[int, ...], seen_to: Tensor) -> None:
-        self._page_table = page_table
-        self._counts = counts
-        self._bounds = bounds
-        self._seen_to = seen_to
-        self._tree: tuple[Tensor, Tensor] | None = None
-        self._layouts: dict[Geometry, _Layout] = {}
-
-    @classmethod
-    def build(
-        cls,
+    def __init__(
+        self,
         page_table: Tensor,
         counts: tuple[int, ...],
         bounds: tuple[int, ...],
         seen_to: Tensor,
         ancestors: Tensor | None = None,
-        base: Tensor | None = None,
-    ) -> AttentionPlan:
+    ) -> None:
         """Plan a batch of R rows whose tokens are packed row after row, then padded to T.
 
         Args:
             page_table: [R, P] int64 page ids in row order; unused entries are 0.
             counts: each row's tokens in the batch.
             bounds: no query of the row sees this slot or a later one; the host's upper bound.
-            seen_to: [T] int64 last slot of its row that a query sees unconditionally; its own, if there is no tree.
+            seen_to: [T] int64 last slot of its row that a query sees unconditionally: its own, or its tree's root.
                 A row's tokens sit in consecutive slots below the bound, and none sees a slot after its own.
-            ancestors: [T] int64 words; bit j set = the query sees slot base + j. Nodes follow their parents.
-            base: [T] int64 slot of tree node 0; given exactly if `ancestors` is.
+            ancestors: [T] int64 words; bit j set = the query sees slot seen_to + j, node j of the tree. Nodes follow
+                their parents. 0 for tokens outside of trees.
         """
-        assert (ancestors is None) == (base is None)
-        plan = cls(page_table, counts, bounds, seen_to)
-        if ancestors is not None and base is not None:
-            plan._tree = (ancestors, base)
-        return plan
+        self.page_table = page_table
+        self.counts = counts
+        self.seen_to = seen_to
+        self.ancestors = ancestors
+        self._bounds = bounds
+        self._layouts: dict[Geometry, _Layout] = {}
 
     def layout(self, geometry: Geometry) -> _Layout:
         """Index tensors for queries and pools of this geometry, made when first asked for."""
@@ -136,12 +127,12 @@ class AttentionPlan:
     def _visible(self, tokens: Tensor, width: int, window: int | None) -> Tensor:
         """[R, M, width] bool: which slots the queries of `tokens` [R, M] see."""
         slots = torch.arange(width, device=tokens.device)
-        seen_to = self._seen_to[tokens].unsqueeze(-1)
+        seen_to = self.seen_to[tokens].unsqueeze(-1)
         visible = slots <= seen_to
-        if self._tree is None:
+        if self.ancestors is None:
             return visible if window is None else visible & (slots > seen_to - window)
-        ancestors, base = (t[tokens].unsqueeze(-1) for t in self._tree)
-        node = slots - base
+        ancestors = self.ancestors[tokens].unsqueeze(-1)
+        node = slots - seen_to
         extra = (ancestors >> node.clamp(0, 63) & 1).bool() & (node >= 0) & (node < 64) & ~visible
         if window is None:
             return visible | extra
@@ -157,7 +148,7 @@ class AttentionPlan:
             similar = max(_FEW_BLOCKS, 1 << (piece.blocks - 1).bit_length())
             alike[_query_rows(piece.tokens, geometry), similar].append(piece)
         groups, done = [], 0
-        places = torch.zeros(len(self._seen_to) * geometry.heads, dtype=torch.int64)
+        places = torch.zeros(len(self.seen_to) * geometry.heads, dtype=torch.int64)
         for (m, _), pieces in alike.items():
             most = max(p.blocks for p in pieces)
             step = max(1, _SCRATCH // (geometry.kv_heads * most * BLOCK * max(m, geometry.head_dim)))
@@ -167,12 +158,12 @@ class AttentionPlan:
                 places[queries] = torch.arange(done, done + len(queries))
                 done += len(queries)
                 groups.append(group)
-        return _Layout(groups, places.to(self._seen_to.device))
+        return _Layout(groups, places.to(self.seen_to.device))
 
     def _pieces(self, geometry: Geometry) -> Iterator[_Piece]:
         """Cut the batch's rows into pieces, and find how many key blocks each can see."""
         first = 0
-        for row, (count, bound) in enumerate(zip(self._counts, self._bounds, strict=True)):
+        for row, (count, bound) in enumerate(zip(self.counts, self._bounds, strict=True)):
             size = _SCRATCH // (geometry.heads * (bound + BLOCK))
             size = min(_PIECE, max(TILE, size))
             for start in range(0, count, size):
@@ -185,7 +176,7 @@ class AttentionPlan:
     def _group(self, pieces: list[_Piece], m: int, geometry: Geometry) -> tuple[_Group, Tensor]:
         """Pieces that all have `m` query rows, and the rows of q [T * Hq, D] they stand for, [Hkv * R * M]."""
         heads, kv_heads, _, num_pages, page_size = geometry
-        device, share = self._seen_to.device, heads // kv_heads
+        device, share = self.seen_to.device, heads // kv_heads
         # A single product would take another path in the library, which may split the sum between threads.
         blocks = max(2 if kv_heads * len(pieces) == 1 else 1, *(p.blocks for p in pieces))
         first = torch.tensor([[p.first] for p in pieces])
@@ -195,7 +186,7 @@ class AttentionPlan:
         queries = tokens * heads + torch.arange(kv_heads)[:, None, None] * share + place % share  # [Hkv, R, M]
         repeated = queries[:, :, None].expand(-1, -1, blocks, -1).flatten().to(device)
         width = blocks * BLOCK // page_size
-        pages = self._page_table[torch.tensor([p.row for p in pieces], device=device), :width]
+        pages = self.page_table[torch.tensor([p.row for p in pieces], device=device), :width]
         pages = pad(pages, (0, width - pages.shape[1]))
         pages = torch.arange(2 * kv_heads, device=device)[:, None, None] * num_pages + pages
         shape = (kv_heads, len(pieces), blocks, m)

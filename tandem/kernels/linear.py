@@ -38,6 +38,7 @@ class Linear:
     """y = x @ weight.T + bias for x [T, K] with any T, weight [N, K], bias [N]. Make it by `packed` or `plain`."""
 
     def __init__(self, product: Product, weight: Tensor, layout: str) -> None:
+        self.shape = (weight.shape[0], weight.shape[1])
         self.nbytes = weight.nbytes
         self._product = product
         self._width = _proven_width(product, weight, layout)

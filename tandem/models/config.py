@@ -6,12 +6,19 @@ layout of Hugging Face checkpoints, so that one `Decoder` serves all of them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+from gguf import GGMLQuantizationType
+from torch import Tensor
 
-__all__ = ["Checkpoint", "ModelConfig", "RopeConfig"]
+if TYPE_CHECKING:
+    from tandem.cache.pool import Pool
+    from tandem.engine.batch import Batch
+
+__all__ = ["Checkpoint", "Matrix", "Model", "ModelConfig", "RopeConfig"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +66,48 @@ class Checkpoint(Protocol):
     def names(self) -> set[str]:
         """Every tensor in the file."""
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str) -> Tensor:
         """One tensor as float, in the layout of Hugging Face; LoadError names what is missing or cut short."""
+
+    def quantised(self, name: str) -> tuple[GGMLQuantizationType, Tensor] | None:
+        """A matrix as the file has it: format and rows [N, bytes of a row] uint8. None if the file holds floats."""
 
     def close(self) -> None:
         """Unmap the files; tensors handed out and not copied are gone."""
+
+
+class Matrix(Protocol):
+    """A weight [N, K] that rows are multiplied with; a product reads `nbytes` of memory."""
+
+    shape: tuple[int, int]
+    nbytes: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, K] -> [T, N]."""
+
+
+class Model(Protocol):
+    """A decoder as a function of a batch (D8): the torch twin, or the same over native kernels.
+
+    Attributes:
+        config: its shape.
+        dtype: of hidden states and KV.
+        device: where it computes.
+        weight_bytes: bytes of weights that one decode step reads.
+    """
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def weight_bytes(self) -> int: ...
+
+    def forward(self, batch: Batch, pool: Pool) -> Tensor:
+        """Run over a batch of T tokens, writing their KV to the pool: [T, H] hidden states after the final norm."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[K, H] hidden states of any K positions -> [K, V] in float32, or float64 for a float64 model."""
+
+    def matrices(self) -> Mapping[str, Matrix]:
+        """What a decode step multiplies with, by name."""

@@ -25,7 +25,7 @@ from tandem.kernels.linear import Linear
 from tandem.kernels.norm import RMSNorm
 from tandem.kernels.precision import widen, working_dtype
 from tandem.kernels.rope import Rope, rotate
-from tandem.models.config import Checkpoint, ModelConfig
+from tandem.models.config import ModelConfig
 from tandem.models.weights import Weights
 
 __all__ = ["Decoder"]
@@ -54,7 +54,7 @@ class _Layer:
 
 
 class Decoder:
-    """One model's weights and its forward pass.
+    """One model's weights and its forward pass, in torch: a `Model`.
 
     Attributes:
         config: its shape.
@@ -62,12 +62,12 @@ class Decoder:
         device: where they are.
     """
 
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
-        """Read every weight. Raises LoadError for a tensor that is missing or has another shape than `config` says."""
+    def __init__(self, weights: Weights) -> None:
+        """Read every weight. Raises LoadError for a tensor that is missing or has another shape than its model says."""
+        config, dtype, device = weights.config, weights.dtype, weights.device
         self.config = config
         self.dtype = dtype
         self.device = device
-        weights = Weights(checkpoint, dtype, device)
         self._rope = Rope(config.rope, config.head_dim, config.max_position, device)
         self._embedding = weights.take(_EMBEDDING, config.vocab, config.hidden)
         self._layers = [_load_layer(weights, config, i) for i in range(config.layers)]
@@ -79,6 +79,14 @@ class Decoder:
     def weight_bytes(self) -> int:
         """Bytes of weights that one decode step reads; the few rows of the embedding it looks up are not counted."""
         return sum(layer.nbytes for layer in self._layers) + self._head.nbytes
+
+    def matrices(self) -> dict[str, Linear]:
+        """What a decode step multiplies with, by name."""
+        found = {"head": self._head}
+        for i, layer in enumerate(self._layers):
+            found |= {f"{i}.qkv": layer.qkv, f"{i}.out": layer.out}
+            found |= {f"{i}.gate": layer.gate, f"{i}.up": layer.up, f"{i}.down": layer.down}
+        return found
 
     @torch.inference_mode()
     def forward(self, batch: Batch, pool: Pool) -> Tensor:

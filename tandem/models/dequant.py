@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-__all__ = ["FLOAT_TYPES", "SUPPORTED", "dequantize"]
+__all__ = ["FLOAT_TYPES", "SUPPORTED", "dequantize", "finite"]
 
 FLOAT_TYPES = {
     GGMLQuantizationType.F32: torch.float32,
@@ -40,6 +40,12 @@ def dequantize(data: torch.Tensor, kind: GGMLQuantizationType) -> torch.Tensor:
     for start in range(0, blocks.shape[0], step):
         _DECODERS[kind](blocks[start : start + step], out[start : start + step])
     return out.view(data.shape[0], -1)
+
+
+def finite(data: torch.Tensor, kind: GGMLQuantizationType) -> bool:
+    """Whether every scale in rows of a quantised type is a finite number, and so every weight."""
+    blocks = data.reshape(-1, GGML_QUANT_SIZES[kind][1])
+    return all(bool(_float16(blocks, at).isfinite().all()) for at in _SCALES[kind])
 
 
 def _float16(blocks: torch.Tensor, at: int) -> torch.Tensor:
@@ -140,5 +146,13 @@ _DECODERS: dict[GGMLQuantizationType, Callable[[torch.Tensor, torch.Tensor], Non
     GGMLQuantizationType.Q5_K: _q5_k,
     GGMLQuantizationType.Q6_K: _q6_k,
 }
+
+_Q = GGMLQuantizationType
+_SCALES: dict[GGMLQuantizationType, tuple[int, ...]] = {
+    **dict.fromkeys((_Q.Q4_0, _Q.Q5_0, _Q.Q8_0), (0,)),
+    **dict.fromkeys((_Q.Q4_1, _Q.Q5_1, _Q.Q4_K, _Q.Q5_K), (0, 2)),
+    _Q.Q6_K: (208,),
+}
+"""Bytes of a block at which a float16 stands."""
 
 SUPPORTED = (*FLOAT_TYPES, *_DECODERS)

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
+from gguf import GGMLQuantizationType
 
 from tandem.errors import LoadError
 from tandem.models.config import ModelConfig, RopeConfig
-from tandem.models.dequant import dequantize
+from tandem.models.dequant import FLOAT_TYPES, dequantize
 from tandem.models.gguf_file import Metadata, Stored, read
 
 __all__ = ["GGUFCheckpoint"]
@@ -85,13 +86,23 @@ class GGUFCheckpoint:
         if name not in self._stored:
             raise LoadError(f"{self.path}: no tensor {name}, or the file has been closed")
         stored = self._stored[name]
-        weights = dequantize(stored.data, stored.kind).view(stored.shape)
+        return self._in_order(name, dequantize(stored.data, stored.kind).view(stored.shape))
+
+    def quantised(self, name: str) -> tuple[GGMLQuantizationType, torch.Tensor] | None:
+        """A matrix as stored, a view of the file where its rows need no other order; None if it holds floats."""
+        stored = self._stored.get(name)
+        if stored is None or stored.kind in FLOAT_TYPES or len(stored.shape) != 2:
+            return None
+        return stored.kind, self._in_order(name, stored.data)
+
+    def _in_order(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        """Rows in the order of Hugging Face."""
         heads = self._interleaved.get(name.split(".")[-2])
         if not heads:
-            return weights
-        if len(weights) % (2 * heads):
-            raise LoadError(f"{self.path}: tensor {name} has {len(weights)} rows, which {heads} heads cannot share")
-        return _deinterleave(weights, heads)
+            return rows
+        if len(rows) % (2 * heads):
+            raise LoadError(f"{self.path}: tensor {name} has {len(rows)} rows, which {heads} heads cannot share")
+        return _deinterleave(rows, heads)
 
     def close(self) -> None:
         """Let go of the mapped files; each is unmapped when the last tensor that views it is gone."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gguf import GGMLQuantizationType
 from safetensors import SafetensorError, safe_open
 
 from tandem.errors import LoadError
@@ -46,6 +47,10 @@ class HuggingFaceCheckpoint:
             allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in _FLOATS)
             raise LoadError(f"tensor {name} is {tensor.dtype}; supported are {allowed}")
         return tensor
+
+    def quantised(self, name: str) -> tuple[GGMLQuantizationType, torch.Tensor] | None:
+        """None: quantised safetensors are refused when the configuration is read."""
+        return None
 
     def close(self) -> None:
         """Unmap the files."""

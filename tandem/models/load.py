@@ -8,12 +8,16 @@ from pathlib import Path
 
 import torch
 
+from tandem.config import Width
 from tandem.errors import LoadError
-from tandem.models.config import Checkpoint
+from tandem.kernels import native
+from tandem.models.config import Checkpoint, Model
 from tandem.models.decoder import Decoder
 from tandem.models.huggingface import HuggingFaceCheckpoint
+from tandem.models.native import NativeDecoder
+from tandem.models.weights import Weights
 
-__all__ = ["load_model", "open_checkpoint"]
+__all__ = ["load_model", "model_of", "open_checkpoint"]
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -30,16 +34,26 @@ def open_checkpoint(path: Path) -> Checkpoint:
     raise LoadError(f"{path}: neither a folder with config.json nor a .gguf file")
 
 
-def load_model(path: Path, dtype: torch.dtype, device: torch.device | str) -> Decoder:
-    """Load a model to compute in `dtype`. Files are mapped, converted tensor by tensor, unmapped. Raises LoadError."""
+def load_model(path: Path, dtype: torch.dtype, device: torch.device | str, width: Width = "auto") -> Model:
+    """Load a model to compute in `dtype`, with weights of `width`. Raises LoadError.
+
+    Files are mapped, their tensors converted one by one, and unmapped.
+    """
     checkpoint = open_checkpoint(path)
     try:
-        return Decoder(checkpoint.config, checkpoint, dtype, torch.device(device))
+        return model_of(checkpoint, dtype, torch.device(device), width)
     except LoadError as error:
         raise LoadError(f"{path}: {error}") from error
     finally:
         checkpoint.close()
         _return_freed_memory()
+
+
+def model_of(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, width: Width = "auto") -> Model:
+    """The model in a checkpoint; over the native kernels, if there are any, in bfloat16 on a CPU. Raises LoadError."""
+    weights = Weights(checkpoint, dtype, device, width)
+    on_kernels = dtype == torch.bfloat16 and device.type == "cpu" and bool(native.paths())
+    return NativeDecoder(weights) if on_kernels else Decoder(weights)
 
 
 def _return_freed_memory() -> None:

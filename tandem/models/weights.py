@@ -1,7 +1,7 @@
-"""Takes a checkpoint's tensors, one at a time, into the engine's dtype, and accounts for every one of them.
+"""Takes a checkpoint's tensors, one at a time, into what the model computes with, and accounts for every one of them.
 
 Each tensor is copied into memory of the model's own, so that the checkpoint can be closed; what the model multiplies by
-in one go is copied straight into one matrix.
+in one go is copied straight into one matrix. A matrix is kept at the file's width, or at the one that is asked for.
 """
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ from __future__ import annotations
 import logging
 
 import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 from torch import Tensor
 
+from tandem.config import Width
 from tandem.errors import LoadError
 from tandem.models.config import Checkpoint
+from tandem.models.dequant import dequantize, finite
 
 __all__ = ["Weights"]
 
@@ -22,14 +25,24 @@ _LAYER = "model.layers."
 _DERIVED = "rotary_emb.inv_freq"
 """Old files store the rotary frequencies, which follow from the configuration."""
 
+_Q = GGMLQuantizationType
+_BLOCK = 32
+_NARROW: dict[Width, tuple[int, _Q]] = {"int8": (8, _Q.Q8_0), "int4": (4, _Q.Q4_0)}
+"""Bits of the widest integers that are left as they are, and the format for what is wider."""
+
+_OUTER = ("model.embed_tokens.weight", "lm_head.weight")
+"""Every token passes through these once: at four bits they cost more quality than the rest together."""
+
 
 class Weights:
-    """Reader of one checkpoint for one model."""
+    """Reader of one checkpoint for one model; `width` is that of its matrices."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, width: Width = "auto") -> None:
+        self.config = checkpoint.config
+        self.dtype = dtype
+        self.device = device
         self._checkpoint = checkpoint
-        self._dtype = dtype
-        self._device = device
+        self._width = width
         self._left = checkpoint.names()
         self._layers: set[str] = set()
 
@@ -46,7 +59,7 @@ class Weights:
         for name, rows in parts.items():
             tensor = self._read(name, (rows, *columns))
             if whole is None:  # only now: a configuration that lies is found before it is given memory
-                whole = torch.empty(sum(parts.values()), *columns, dtype=self._dtype, device=self._device)
+                whole = torch.empty(sum(parts.values()), *columns, dtype=self.dtype, device=self.device)
             whole[row : row + rows] = tensor
             row += rows
         assert whole is not None
@@ -61,13 +74,65 @@ class Weights:
         if extra:
             _log.warning("%d tensors are not part of the model and not used: %s", len(extra), ", ".join(extra[:8]))
 
+    def stored(self, name: str, rows: int, columns: int) -> tuple[GGMLQuantizationType, Tensor]:
+        """A matrix at its width: format and rows [N, bytes of a row] uint8. Raises LoadError as `take` does."""
+        found = None if self._width == "bf16" else self._checkpoint.quantised(self._find(name, (rows, columns)))
+        bits, narrow = self._narrow(name)
+        if found is not None and _bits(found[0]) <= bits:
+            kind, data = found
+            weights, size = GGML_QUANT_SIZES[kind]
+            self._check_shape(name, (len(data), data.shape[1] // size * weights), (rows, columns))
+            if not finite(data, kind):
+                raise LoadError(f"tensor {name} has scales that are not finite")
+            self._take(name)
+            return kind, data
+        tensor = self._tensor(name, (rows, columns))
+        if narrow is not None and columns % _BLOCK == 0:
+            return narrow, _quantise(tensor, narrow)
+        return _Q.BF16, tensor.to(torch.bfloat16).contiguous().view(torch.uint8)
+
+    def _narrow(self, name: str) -> tuple[int, GGMLQuantizationType | None]:
+        """Bits of the widest integers that may stay, and the format for what is wider; None leaves floats alone."""
+        width: Width = "int8" if self._width == "int4" and name in _OUTER else self._width
+        return _NARROW.get(width, (16, None))
+
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor's values, at the width they are kept in."""
+        tensor = self._tensor(name, shape)
+        _, narrow = self._narrow(name)
+        if narrow is None or len(shape) != 2 or shape[1] % _BLOCK:
+            return tensor
+        return dequantize(_quantise(tensor, narrow), narrow)
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = self._checkpoint.tensor(self._find(name, shape))
+        self._check_shape(name, tuple(tensor.shape), shape)
+        if not tensor.isfinite().all():
+            raise LoadError(f"tensor {name} has values that are not finite")
+        self._take(name)
+        return tensor
+
+    def _find(self, name: str, shape: tuple[int, ...]) -> str:
         if name not in self._left:
             raise LoadError(f"tensor {name} {shape} is missing")
-        tensor = self._checkpoint.tensor(name)
-        if tensor.shape != shape:
-            raise LoadError(f"tensor {name} is {tuple(tensor.shape)}; the configuration says {shape}")
+        return name
+
+    @staticmethod
+    def _check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+        if found != wanted:
+            raise LoadError(f"tensor {name} is {found}; the configuration says {wanted}")
+
+    def _take(self, name: str) -> None:
         self._left.remove(name)
         if name.startswith(_LAYER):
             self._layers.add(name.split(".")[2])
-        return tensor
+
+
+def _bits(kind: GGMLQuantizationType) -> int:
+    """Bits of a quantised type's integers: 4 of Q4_K."""
+    return int(kind.name[1])
+
+
+def _quantise(tensor: Tensor, kind: GGMLQuantizationType) -> Tensor:
+    """[N, K] -> rows [N, bytes of a row] uint8."""
+    return torch.from_numpy(quants.quantize(tensor.float().numpy(), kind))

@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot, pad
 
 if TYPE_CHECKING:
     from tandem.engine.step import Decoding, Seen
+    from tandem.request import Request
 
 __all__ = ["MAX_NODES", "Carry", "Draft", "Speculator", "Verdict"]
 
@@ -70,6 +72,34 @@ class Draft:
         tokens = torch.tensor(padded, dtype=torch.int64, device=device).view(len(guesses), width)
         return cls.chain(tokens, tuple(len(g) for g in guesses))
 
+    def widened(self, places: Sequence[int], rows: int) -> Draft:
+        """This chain's rows at `places` among `rows` rows, of which the others draft nothing."""
+        if len(places) == rows:
+            return self
+        at = torch.tensor(places, dtype=torch.int64, device=self.tokens.device)
+        counts = dict(zip(places, self.counts, strict=True))
+        tokens = self.tokens.new_zeros(rows, self.width).index_copy_(0, at, self.tokens)
+        probs = self.probs
+        if probs is not None:
+            probs = probs.new_zeros(rows, *probs.shape[1:]).index_copy_(0, at, probs)
+        return Draft.chain(tokens, tuple(counts.get(r, 0) for r in range(rows)), probs)
+
+    def beside(self, copied: Draft) -> Draft:
+        """This chain where it drafts, and elsewhere `copied`, whose guesses were certain."""
+        if not any(copied.counts):
+            return self
+        if not any(self.counts):
+            return copied
+        width = max(self.width, copied.width)
+        own = torch.tensor(self.counts, device=self.tokens.device) > 0
+        guesses = pad(copied.tokens, (0, width - copied.width))
+        tokens = torch.where(own[:, None], pad(self.tokens, (0, width - self.width)), guesses)
+        probs = self.probs
+        if probs is not None:
+            certain = one_hot(guesses, probs.shape[2]).to(probs.dtype)
+            probs = torch.where(own[:, None, None], pad(probs, (0, 0, 0, width - self.width)), certain)
+        return Draft.chain(tokens, tuple(n or m for n, m in zip(self.counts, copied.counts, strict=True)), probs)
+
     @property
     def width(self) -> int:
         """N, the padded number of drafted nodes."""
@@ -111,7 +141,7 @@ class Verdict:
 
 
 class Speculator(Protocol):
-    """Guesses tokens. Two methods; the engine knows nothing else about it.
+    """Guesses tokens. Three methods; the engine knows nothing else about it.
 
     Attributes:
         max_draft: the most nodes it drafts for a row.
@@ -124,10 +154,14 @@ class Speculator(Protocol):
     def draft(self, decoding: Decoding, carry: Carry) -> Draft:
         """Guess from the carried state: at most `decoding.quota[r]` nodes for row r."""
 
-    def observe(self, seen: Seen, carry: Carry) -> Carry:
-        """Run over what just became true, fill the KV it needs, return what the next draft starts from.
+    def reach(self, request: Request, end: int) -> int:
+        """How many committed tokens of this request it wants to have been shown when this step is over: at most `end`,
+        which are known by then. Not more than `request.observed`, and it is shown nothing."""
 
-        Shown are committed tokens, in order and without gaps, of every row that may draft: chunks of the prompt, then
-        what each step emitted. A prompt begins behind its cached prefix, whose pages hold the KV already, and is shown
-        again after preemption. The last span of a request may run past the token that ended it.
+    def observe(self, seen: Seen, carry: Carry) -> Carry:
+        """Run over what it has reached for, fill the KV it needs, return what the next draft starts from.
+
+        Shown are committed tokens, in order and without gaps: chunks of the prompt, then what each step emitted. A row
+        begins behind its cached prefix, as far as those pages hold the speculator's KV already, and is shown again
+        after preemption. The last span of a request may run past the token that ended it.
         """

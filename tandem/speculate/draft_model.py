@@ -25,8 +25,12 @@ from tandem.speculate.verify import Noise, Rule
 
 if TYPE_CHECKING:
     from tandem.engine.step import Decoding, Seen
+    from tandem.request import Request
 
-__all__ = ["DraftModel"]
+__all__ = ["CHUNK", "DraftModel"]
+
+CHUNK = 512
+"""Most tokens of a request that are run over in one step."""
 
 
 class DraftModel:
@@ -41,11 +45,22 @@ class DraftModel:
         self.rule = rule
 
     def draft(self, decoding: Decoding, carry: Carry) -> Draft:
-        """Draw as the rule asks, from the draft's law shaped by the request's own sampling options."""
-        count = max(decoding.quota, default=0)
-        if count == 0:
-            return Draft.empty(len(decoding.requests), decoding.index.device)
+        """Draw for the rows whose whole text it has seen; the others wait."""
+        asked = zip(decoding.requests, decoding.quota, strict=True)
+        places = [i for i, (request, quota) in enumerate(asked) if quota and request.observed == request.known]
+        rows = len(decoding.requests)
+        if not places:
+            return Draft.empty(rows, decoding.index.device)
         assert carry is not None, "rows draft only after they were observed"
+        return self._chains(decoding if len(places) == rows else decoding.of(places), carry).widened(places, rows)
+
+    def reach(self, request: Request, end: int) -> int:
+        """Wants all, a long text in chunks."""
+        return min(end, request.observed + CHUNK) if request.quota else request.observed
+
+    def _chains(self, decoding: Decoding, carry: Tensor) -> Draft:
+        """Draw as the rule asks, from the draft's law shaped by the request's own sampling options."""
+        count = max(decoding.quota)
         chance = Noise.of(self.rows, decoding.index, decoding.needs)
         logits = carry[decoding.index]
         tokens: list[Tensor] = []

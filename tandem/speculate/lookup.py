@@ -35,15 +35,25 @@ class Lookup:
         guesses = [self._guess(r, n) for r, n in zip(decoding.requests, decoding.quota, strict=True)]
         return Draft.chain_of(guesses, decoding.index.device)
 
+    def reach(self, request: Request, end: int) -> int:
+        """Wants nothing: the text is indexed when a guess is wanted, from the host's copy of it."""
+        return request.observed
+
     def observe(self, seen: Seen, carry: Carry) -> Carry:
-        """Nothing: the text is indexed when a guess is wanted, from the host's copy of it."""
+        """Nothing to do."""
         return carry
 
+    def matched(self, request: Request) -> int:
+        """How many tokens at the end of the text occurred before; 0 if they are too few to guess from."""
+        matched = self._index(request).matched
+        return matched if matched >= self.match else 0
+
     def _guess(self, request: Request, quota: int) -> list[int]:
-        if quota == 0:
-            return []
+        return self._index(request).guess(quota, self.match) if quota else []
+
+    def _index(self, request: Request) -> SuffixIndex:
         index = self._indexes.get(request)
         if index is None:
             index = self._indexes[request] = SuffixIndex()
         index.extend(request.tokens[len(index) :])
-        return index.guess(quota, self.match)
+        return index

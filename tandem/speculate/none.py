@@ -8,6 +8,7 @@ from tandem.speculate.draft import Carry, Draft
 
 if TYPE_CHECKING:
     from tandem.engine.step import Decoding, Seen
+    from tandem.request import Request
 
 __all__ = ["NoSpeculation"]
 
@@ -21,6 +22,10 @@ class NoSpeculation:
     def draft(self, decoding: Decoding, carry: Carry) -> Draft:
         """Always the empty draft."""
         return Draft.empty(len(decoding.requests), decoding.index.device)
+
+    def reach(self, request: Request, end: int) -> int:
+        """Wants nothing."""
+        return request.observed
 
     def observe(self, seen: Seen, carry: Carry) -> Carry:
         """Nothing to do."""

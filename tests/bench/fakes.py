@@ -1,9 +1,12 @@
-"""Stand-ins for `LLM`: one that replays scripted answers on a clock of its own, and a real one with a tiny model."""
+"""Stand-ins for `LLM`: one that replays scripted answers on a clock of its own, and a real one with a tiny model; and
+for the library of a peer."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -101,3 +104,48 @@ def tiny_llm(model: str = "tiny", draft: str = "lookup", **settings: object) -> 
     target = oracle.random_weights().decoder()
     tokenizer = byte_tokenizer()
     return LLM.from_parts(assemble(target, drafting, config, tokenizer.vocab_size), tokenizer)
+
+
+LLAMA = r"""
+import os, sys, time
+__version__ = "9.9"
+print("noise on standard output")
+class Llama:
+    def __init__(self, model_path, n_ctx, n_threads, n_threads_batch, verbose, flash_attn=False):
+        global __version__
+        if "bad" in model_path:
+            raise ValueError("Failed to load " + model_path)
+        if "killed" in model_path:
+            sys.stderr.write("Illegal instruction\n")
+            sys.stderr.flush()
+            os._exit(4)
+        __version__ = f"9.9 {model_path} {n_threads} {n_threads_batch} {n_ctx} {flash_attn}"
+        self.cache = []
+    def reset(self):
+        self.cache = []
+    def generate(self, tokens, temp, repeat_penalty):
+        assert (temp, repeat_penalty) == (0.0, 1.0)
+        print("noise on standard output")
+        token = self.cache[-1] if self.cache else tokens[-1]
+        while True:
+            if tokens == [666]:
+                sys.stderr.write("Segmentation fault\n")
+                sys.stderr.flush()
+                os._exit(11)
+            if tokens == [100]:
+                time.sleep(0.05 if self.cache else 0.2)
+            token = os.getpid() if tokens == [42] else token + 1
+            self.cache.append(token)
+            yield token
+"""
+"""A stand-in for llama_cpp that counts up from the prompt's last token."""
+
+
+def peer_python(folder: Path) -> str:
+    """An interpreter for peers whose llama_cpp is the stand-in and which has no openvino."""
+    (folder / "llama_cpp.py").write_text(LLAMA)
+    (folder / "openvino.py").write_text("raise ModuleNotFoundError('no openvino here')\n")
+    script = folder / "python"
+    script.write_text(f'#!/bin/sh\nPYTHONPATH="{folder}" exec "{sys.executable}" "$@"\n')
+    script.chmod(0o755)
+    return str(script)

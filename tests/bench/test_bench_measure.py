@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 
@@ -82,32 +83,33 @@ def test_figures_of_answers_with_one_token_are_zero():
 def test_modes_alternate_and_take_turns_at_being_first(clock):
     order = []
 
-    def run(prompt: int, mode: Mode) -> Sample:
-        order.append((prompt, mode.name))
+    def run(name: str, case: int) -> str:
+        order.append((case, name))
         clock.now += 1
-        return Sample((1,), 1, (), 0, 0, 0.1, 0.1)
+        return f"{name} {case}"
 
     ticks = []
-    runs = interleave(2, [PLAIN, LOOKUP], 2, math.inf, run, lambda done, total: ticks.append((done, total)))
+    ways = {name: partial(run, name) for name in ("none", "lookup")}
+    runs = interleave(2, ways, 2, math.inf, lambda done, total: ticks.append((done, total)))
     first, second = order[:4], order[4:]
     assert first == [(0, "none"), (0, "lookup"), (1, "lookup"), (1, "none")]
     assert second == [(0, "lookup"), (0, "none"), (1, "none"), (1, "lookup")]
-    assert [len(samples) for mode in runs.values() for samples in mode] == [2, 2, 2, 2]
+    assert runs == {name: [[f"{name} {case}"] * 2 for case in (0, 1)] for name in ways}
     assert ticks[0] == (1, 8) and ticks[-1] == (8, 8)
 
 
 @pytest.mark.parametrize(("seconds", "rounds"), [(0, 1), (7.9, 1), (8, 2), (11.9, 2), (12, 3), (99, 3)])
 def test_rounds_stop_when_the_next_would_not_fit(clock, seconds, rounds):
-    def run(prompt: int, mode: Mode) -> Sample:
+    def run(case: int) -> None:
         clock.now += 1
-        return Sample((1,), 1, (), 0, 0, 0.1, 0.1)
 
-    runs = interleave(2, [PLAIN, LOOKUP], 3, seconds, run, lambda done, total: None)
+    runs = interleave(2, {"none": run, "lookup": run}, 3, seconds, lambda done, total: None)
     assert [len(samples) for samples in runs["none"]] == [rounds, rounds]
 
 
 def test_mode_names():
     modes = parse_modes("lookup, lookup:8,org/repo:file.gguf,none , a:b:12", 4)
+    assert [mode.tokens for mode in parse_modes("lookup,lookup:8,lookup:0")] == [0, None, 8, 0]  # None: the policy
     assert modes == [
         PLAIN,
         LOOKUP,
@@ -142,6 +144,18 @@ def test_every_mode_is_warmed_up_before_the_first_timed_answer(clock):
     measure_all({"none": llm, "lookup": llm}, [PLAIN, LOOKUP], Workload(ITEMS, SamplingParams()))
     assert llm.asked[:2] == [(0, 1), (4, 1)]
     assert sorted(llm.asked[2:]) == [(0, 1), (0, 2), (4, 1), (4, 2)]
+
+
+def test_other_engines_take_their_turns_on_the_same_prompts(clock):
+    llm, order = script(clock), []
+
+    def other(case: int) -> Sample:
+        order.append((case, len(llm.asked)))
+        return Sample((9, 9), 1, (), 0, 0, 0.1, 0.5)
+
+    runs = measure_all({"none": llm}, [PLAIN], Workload(ITEMS, SamplingParams()), others={"peer": other})
+    assert order == [(0, 2), (1, 2)]  # after the warm-up and prompt 1; before prompt 2
+    assert list(runs) == ["none", "peer"] and [s.decode for (s,) in runs["peer"]] == [0.5, 0.5]
 
 
 def report_of(llm: Script, repeats: int = 1) -> dict:

@@ -10,10 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tandem.cache.pages import Pages
+from tandem.cache.pages import ROOT, Pages
 from tandem.errors import InvalidValue
 
-ROOT, OTHER = -1, -2
 PROMPTS = st.builds(
     lambda text, length: text[:length],
     st.sampled_from([[0] * 9, [0, 0, 0, 1] * 2, [0, 0, 0, 0, 0, 0, 1, 1, 1], [1, 0] * 5]),
@@ -30,17 +29,17 @@ def publish_all(pages, tokens, held, node=ROOT):
     return nodes
 
 
-def cached(pages, tokens, root=ROOT):
+def cached(pages, tokens):
     """A request that computed `tokens`, published them and went; returns its pages."""
     held = pages.take(len(tokens) // pages.page_size)
-    publish_all(pages, tokens, held, root)
+    publish_all(pages, tokens, held)
     pages.release(held)
     return held
 
 
-def reachable(pages, tokens, root=ROOT):
+def reachable(pages, tokens):
     """What match finds, without keeping it."""
-    found, _ = pages.match(tokens, len(tokens), root)
+    found, _ = pages.match(tokens, len(tokens))
     pages.release(found)
     return found
 
@@ -49,7 +48,6 @@ def reachable(pages, tokens, root=ROOT):
 class Holder:
     """A request: its tokens, its pages, how many tokens they hold and how many of them are published."""
 
-    root: int
     tokens: list[int]
     pages: list[int]
     length: int
@@ -71,8 +69,9 @@ class PagesMachine(RuleBasedStateMachine):
         self.entries: list[Entry] = []
         self.idle: list[int] = []  # oldest first
         self.empty = set(range(1, num_pages))
-        self.written: dict[int, tuple] = {}  # page -> (root, the whole text up to the page's end)
+        self.written: dict[int, tuple] = {}  # page -> the whole text up to the page's end
         self.nodes: set[int] = set()
+        self.marked: set[int] = set()
 
     def references(self, page):
         return sum(page in holder.pages for holder in self.holders)
@@ -90,6 +89,7 @@ class PagesMachine(RuleBasedStateMachine):
         self.empty -= set(got)
         self.entries = [entry for entry in self.entries if entry.page not in evicted]
         self.written = {page: text for page, text in self.written.items() if page not in got}
+        self.marked -= set(evicted)
         return got
 
     def let_go(self, released):
@@ -100,9 +100,10 @@ class PagesMachine(RuleBasedStateMachine):
             if self.references(page) == 0:
                 self.idle += [page] if page in public else []
                 self.empty |= {page} - public
+                self.marked -= {page} - public
 
-    def expected_match(self, tokens, limit, root):
-        found, node = [], root
+    def expected_match(self, tokens, limit):
+        found, node = [], ROOT
         for end in range(self.size, min(limit, len(tokens)) + 1, self.size):
             here = [e for e in self.entries if e.parent == node and e.tokens == tokens[end - self.size : end]]
             if not here:
@@ -112,14 +113,14 @@ class PagesMachine(RuleBasedStateMachine):
         return found, node
 
     @precondition(lambda self: len(self.holders) < 4)
-    @rule(tokens=PROMPTS, cut=st.integers(-1, 2), root=st.sampled_from([ROOT, OTHER]), reserve=st.integers(0, 2))
-    def admit(self, tokens, cut, root, reserve):
-        found, node = self.pages.match(tokens, len(tokens) - cut, root)
-        assert (found, node) == self.expected_match(tokens, len(tokens) - cut, root)
+    @rule(tokens=PROMPTS, cut=st.integers(-1, 2), reserve=st.integers(0, 2))
+    def admit(self, tokens, cut, reserve):
+        found, node = self.pages.match(tokens, len(tokens) - cut)
+        assert (found, node) == self.expected_match(tokens, len(tokens) - cut)
         for i, page in enumerate(found):
-            assert self.written[page] == (root, tuple(tokens[: (i + 1) * self.size]))
+            assert self.written[page] == tuple(tokens[: (i + 1) * self.size])
         self.idle = [page for page in self.idle if page not in found]
-        holder = Holder(root, tokens, list(found), len(found) * self.size, len(found), node)
+        holder = Holder(tokens, list(found), len(found) * self.size, len(found), node)
         self.holders.append(holder)
         more = self.take(-(-len(tokens) // self.size) + reserve - len(found))
         if more is None:
@@ -137,7 +138,7 @@ class PagesMachine(RuleBasedStateMachine):
             page = holder.pages[holder.length // self.size]
             assert self.references(page) == 1
             holder.length += 1
-            self.written[page] = (holder.root, tuple(holder.tokens[: holder.length]))
+            self.written[page] = tuple(holder.tokens[: holder.length])
         if then_publish:
             self.publish_full_pages(holder)
 
@@ -177,6 +178,14 @@ class PagesMachine(RuleBasedStateMachine):
             holder.published += 1
 
     @precondition(lambda self: self.holders)
+    @rule(which=st.integers(0, 11), full=st.integers(0, 3))
+    def mark(self, which, full):
+        """The speculator's KV fills the first pages of a holder, shared ones and the last, partial one included."""
+        for page in self.holders[which % len(self.holders)].pages[:full]:
+            self.pages.mark(page)
+            self.marked.add(page)
+
+    @precondition(lambda self: self.holders)
     @rule(which=st.integers(0, 11))
     def finish(self, which):
         holder = self.holders[which % len(self.holders)]
@@ -196,16 +205,19 @@ class PagesMachine(RuleBasedStateMachine):
         self.pages.flush()
         self.entries = [entry for entry in self.entries if entry.page not in self.idle]
         self.empty |= set(self.idle)
+        self.marked -= set(self.idle)
         self.idle = []
 
     @invariant()
     def consistent(self):
         self.pages.check()
         assert self.pages.free == len(self.empty) + len(self.idle)
+        for page in {page for holder in self.holders for page in holder.pages}:
+            assert self.pages.marked(page) == (page in self.marked)
         for holder in self.holders:
             for i in range(-(-holder.length // self.size)):
                 end = min((i + 1) * self.size, holder.length)
-                assert self.written[holder.pages[i]] == (holder.root, tuple(holder.tokens[:end]))
+                assert self.written[holder.pages[i]] == tuple(holder.tokens[:end])
 
     def teardown(self):
         for holder in self.holders:
@@ -252,8 +264,8 @@ def test_empty_pages_go_first_then_the_least_recently_used_text_tail_before_head
 def test_a_held_page_is_never_evicted():
     pages = Pages(4, 2)
     old = cached(pages, [1, 2, 3, 4])
-    first, _ = pages.match([1, 2, 3, 4], 4, ROOT)
-    again, _ = pages.match([1, 2, 3, 4], 4, ROOT)
+    first, _ = pages.match([1, 2, 3, 4], 4)
+    again, _ = pages.match([1, 2, 3, 4], 4)
     assert first == again == old and pages.free == 1
     pages.release(first)
     assert pages.free == 1 and pages.take(2) is None
@@ -268,8 +280,8 @@ def test_a_match_never_passes_its_limit_or_the_end_of_the_tokens(limit):
     old = pages.take(3)
     nodes = publish_all(pages, text, old)
     whole = min(max(limit, 0) // 4, 3)
-    assert pages.match(text, limit, ROOT) == (old[:whole], [ROOT, *nodes][whole])
-    assert pages.match(text[: max(limit, 0)], 100, ROOT) == (old[:whole], [ROOT, *nodes][whole])
+    assert pages.match(text, limit) == (old[:whole], [ROOT, *nodes][whole])
+    assert pages.match(text[: max(limit, 0)], 100) == (old[:whole], [ROOT, *nodes][whole])
 
 
 def test_a_page_is_its_whole_prefix_not_its_own_tokens():
@@ -281,13 +293,26 @@ def test_a_page_is_its_whole_prefix_not_its_own_tokens():
     assert reachable(pages, [5, 6]) == []
 
 
-def test_roots_are_separate():
-    pages = Pages(8, 2)
-    plain = cached(pages, [1, 2, 3, 4], ROOT)
-    assert reachable(pages, [1, 2, 3, 4], OTHER) == []
-    both = cached(pages, [1, 2], OTHER)
-    assert reachable(pages, [1, 2, 3, 4], ROOT) == plain
-    assert reachable(pages, [1, 2, 3, 4], OTHER) == both
+def test_a_mark_stays_with_the_contents_of_a_page():
+    pages = Pages(4, 2)
+    held = pages.take(2)
+    assert not pages.marked(held[0])
+    pages.mark(held[0])
+    publish_all(pages, [1, 2, 3, 4], held)
+    pages.release(held)
+    again, _ = pages.match([1, 2, 3, 4], 4)
+    assert [pages.marked(page) for page in again] == [True, False]
+    pages.mark(again[1])  # later, by another holder
+    pages.release(again)
+    assert [pages.marked(page) for page in pages.take(3)] == [False] * 3
+
+
+def test_a_private_page_loses_its_mark_when_it_is_given_back():
+    pages = Pages(2, 2)
+    held = pages.take(1)
+    pages.mark(held[0])
+    pages.release(held)
+    assert pages.take(1) == held and not pages.marked(held[0])
 
 
 def test_the_same_text_twice_keeps_the_first_page_and_frees_the_second():
@@ -300,7 +325,7 @@ def test_the_same_text_twice_keeps_the_first_page_and_frees_the_second():
     pages.release(two)
     assert pages.free == 5
     pages.release(one)
-    assert pages.match([1, 2, 3, 4, 5, 6], 6, ROOT) == ([*one, two[2]], deeper)
+    assert pages.match([1, 2, 3, 4, 5, 6], 6) == ([*one, two[2]], deeper)
     assert pages.free == 4
 
 
@@ -355,7 +380,7 @@ def test_a_hundred_requests_with_reserved_pages_leave_none_behind(caching):
     pages = Pages(40, 8)
     for i in range(100):
         text = [i % 7] * 8 + list(range(i % 25))
-        found, node = pages.match(text, len(text) - 1, ROOT)
+        found, node = pages.match(text, len(text) - 1)
         own = pages.take(-(-(len(text) + 5) // 8) - len(found))
         if caching:
             publish_all(pages, text[len(found) * 8 :], own, node)
@@ -378,10 +403,11 @@ def test_a_hundred_requests_with_reserved_pages_leave_none_behind(caching):
         lambda pages, page: pages.publish(ROOT, [1], page),
         lambda pages, page: pages.publish(ROOT, [1, 2], page + 1),
         lambda pages, page: (pages.publish(ROOT, [1, 2], page), pages.publish(ROOT, [3, 4], page)),
-        lambda pages, page: pages.match([1, 2], 2, 0),
+        lambda pages, page: pages.mark(page + 1),
+        lambda pages, page: pages.marked(page + 1),
         lambda pages, page: pages.take(-1),
     ],
-    ids=["released twice", "scratch page", "part page", "not held", "published twice", "no root", "negative"],
+    ids=["released twice", "scratch page", "part page", "not held", "published twice", "marked", "asked", "negative"],
 )
 def test_misuse_is_caught_at_once(misuse):
     pages = Pages(5, 2)

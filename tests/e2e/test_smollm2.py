@@ -23,8 +23,8 @@ from tandem.engine.scheduler import Scheduler
 from tandem.engine.stage import Spans, stage
 from tandem.hub import pull
 from tandem.llm import LLM
-from tandem.models.decoder import Decoder
-from tandem.models.load import load_model, open_checkpoint
+from tandem.models.config import Model
+from tandem.models.load import load_model, model_of, open_checkpoint
 from tandem.request import Request
 from tandem.sampling import SamplingParams
 from tandem.text import load_tokenizer
@@ -47,12 +47,12 @@ def path() -> Path:
 
 
 @cache
-def model(dtype: torch.dtype) -> Decoder:
+def model(dtype: torch.dtype) -> Model:
     return load_model(path(), dtype, CPU)
 
 
 @cache
-def disturbed(dtype: torch.dtype) -> Decoder:
+def disturbed(dtype: torch.dtype) -> Model:
     """The model with noise in its matrices: a draft that is often right."""
     inner = open_checkpoint(path())
 
@@ -61,12 +61,15 @@ def disturbed(dtype: torch.dtype) -> Decoder:
         names = inner.names
         close = inner.close
 
+        def quantised(self, name: str) -> None:
+            return None
+
         def tensor(self, name: str) -> torch.Tensor:
             value = inner.tensor(name)
             noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(len(name)))
             return value + (0.05 * value.std() if value.dim() > 1 else 0.0) * noise
 
-    return Decoder(inner.config, Noisy(), dtype, CPU)
+    return model_of(Noisy(), dtype, CPU)
 
 
 def llm_of(drafting: Drafting, dtype: torch.dtype, **settings) -> LLM:
@@ -82,7 +85,7 @@ def answers(llm: LLM, tokens: int, **options) -> list:
         return llm.generate(PROMPTS, params)
 
 
-def prefill_logits(decoder: Decoder, tokens: list[int]) -> torch.Tensor:
+def prefill_logits(decoder: Model, tokens: list[int]) -> torch.Tensor:
     """[len, V] logits of a prompt through pages and pool."""
     config = EngineConfig(max_rows=1)
     rows = Rows.allocate(1, 600, 40, decoder.config.vocab, CPU, torch.float32)
@@ -133,7 +136,8 @@ def test_speculation_changes_no_token(dtype, options):
 def test_the_target_as_its_own_draft_is_always_right(dtype):
     """Needs the same bits from a pass over one token, over five, and over a chunk of the prompt."""
     for options in ({"temperature": 0.0}, {"temperature": 1.0}):
-        outs = answers(llm_of(Drafting.draft_model(model(dtype)), dtype), 24, ignore_eos=True, **options)
+        llm = llm_of(Drafting.draft_model(model(dtype)), dtype, draft_tokens=4)
+        outs = answers(llm, 24, ignore_eos=True, **options)
         for out in outs:
             assert out.speculation.accepted == out.speculation.drafted > 0
 

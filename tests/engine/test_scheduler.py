@@ -51,9 +51,8 @@ def apply(scheduler: Scheduler, plan: Plan, choose) -> None:
             assert 1 <= len(emitted) <= work.quota + 1
             computed += len(emitted) - 1
             request.take(emitted, work.quota)
-            request.observed = request.known
-        else:
-            request.observed = computed
+        if request.quota:
+            request.observed = request.known if work.emits else computed
         scheduler.advance(request, computed)
         if request.finish_reason is not None:
             scheduler.drop(request)
@@ -73,6 +72,9 @@ def check(scheduler: Scheduler, plan: Plan | None = None) -> None:
         assert request.computed <= request.known
         assert request.known <= request.limit
     assert all(len(h) == 1 for h in holders.values()), "a page that is still written has two owners"
+    for request in scheduler.running:
+        assert request.marked * pages.page_size <= request.observed
+        assert all(pages.marked(page) for page in request.pages[: request.marked])
     for request in scheduler.waiting:
         assert not request.pages and request.row < 0 and request.computed == 0
     if plan is not None:
@@ -265,14 +267,40 @@ def test_choices_share_their_prompt():
     assert [f.cached for f in followers] == [32, 32, 32]
 
 
-def test_pages_without_the_drafts_kv_are_not_shared_with_drafting_requests():
+def test_pages_without_the_drafts_kv_are_shared_but_not_taken_for_observed():
     scheduler = build(num_pages=100)
     prompt = list(range(1, 34))
-    make(scheduler, prompt, 4, quota=0)
+    starts = []
+    for quota in (0, 32, 32):  # nobody has filled them; the second request does; the third finds them filled
+        request = make(scheduler, prompt, 4, quota=quota)
+        plan = scheduler.plan()
+        starts.append((request.cached, request.observed))
+        apply(scheduler, plan, lambda r, quota: [1])
+        run(scheduler)
+    assert starts == [(0, 0), (32, 0), (32, 32)]
+
+
+def test_observed_is_what_is_filled_from_the_beginning_on():
+    scheduler = build(num_pages=100)
+    first = make(scheduler, list(range(1, 18)), 1, quota=0)
     run(scheduler)
-    drafting = make(scheduler, prompt, 4)
-    run(scheduler)
-    assert drafting.cached == 0
+    scheduler.plan()
+    again = make(scheduler, first.tokens, 4)
+    scheduler.plan()
+    for place in (0, 1, 3):
+        scheduler.pages.mark(again.pages[place])
+    third = make(scheduler, first.tokens, 4)
+    scheduler.plan()
+    assert (third.cached, third.observed, third.marked) == (16, 8, 2)
+
+
+@pytest.mark.parametrize("length", [0, 3, "auto"])
+def test_the_engines_setting_limits_drafts(length):
+    config = EngineConfig(page_size=4, draft_tokens=length)
+    scheduler = Scheduler(config, Pages(100, 4), 8)
+    make(scheduler, [1] * 8, 40)
+    apply(scheduler, scheduler.plan(), lambda r, quota: [1])
+    assert scheduler.plan().work[0].quota == (8 if length == "auto" else length)
 
 
 @given(st.integers(1, 8), st.integers(0, 12))

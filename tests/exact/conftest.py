@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import count
 
+import numpy as np
 import torch
 
 from tandem.config import EngineConfig
 from tandem.engine.build import Assembly, Drafting, assemble
 from tandem.request import Request
-from tandem.sampling import SamplingParams
+from tandem.sampling import MAX_DRAFT, SamplingParams
+from tandem.speculate.costs import Costs
 from tandem.speculate.draft import Draft
+from tandem.speculate.policy import Adaptive
 from tests.exact import oracle
 
 STOPS = frozenset({0, 7})
@@ -95,8 +99,51 @@ class RandomTree:
                 nodes.append((self.draw(number), self.draw(300)))
         return nodes
 
+    def reach(self, request, end):
+        return request.observed
+
     def observe(self, seen, carry):
         return carry
+
+
+class Moody:
+    """Estimates of acceptance that have nothing to do with what was accepted."""
+
+    judged = 100.0
+
+    def __init__(self) -> None:
+        self.dice = np.random.default_rng(4)
+
+    def survival(self, requests, kinds):
+        return np.cumprod(self.dice.uniform(self.dice.uniform(0, 1), 1, (len(requests), MAX_DRAFT)), 1)
+
+    def record(self, request, kind, drafted, accepted, memory):
+        assert 0 <= accepted <= drafted
+
+
+class MoodyCurve:
+    """Costs that have nothing to do with what anything took; `usual` of them is typical."""
+
+    def __init__(self, usual: float, seed: int) -> None:
+        self.usual = usual
+        self.dice = np.random.default_rng(seed)
+
+    def at(self, sizes):
+        return self.usual * 10 ** self.dice.uniform(-1, 1) * (1 + self.dice.uniform(0, 0.1) * sizes)
+
+    def __call__(self, size: float) -> float:
+        return float(self.at(np.array([size]))[0])
+
+    def correct(self, size, seconds):
+        assert size >= 1 and seconds >= 0
+
+
+def upset(speculator: Adaptive) -> None:
+    """Make a policy take any length from any source, and turn its model on and off, for no reason."""
+    times = count()
+    speculator.copied, speculator.drawn = Moody(), Moody()
+    speculator.costs = Costs(MoodyCurve(1.0, 1), MoodyCurve(0.1, 2), MoodyCurve(0.4, 3))
+    speculator.clock = lambda: float(next(times))
 
 
 def drafting(kind: str, dtype=torch.float64) -> Drafting:
@@ -111,8 +158,21 @@ def drafting(kind: str, dtype=torch.float64) -> Drafting:
 
 
 def build(kind: str, **settings) -> Assembly:
-    config = EngineConfig(**{"dtype": "float64", "max_length": 96, "lookup_match": 1, "kv_pages": 1700, **settings})
-    return assemble(target().decoder(), drafting(kind), config)
+    """An engine over the toy target. A kind that begins with "policy" drafts by a policy that is upset."""
+    policy, source = kind.startswith("policy "), kind.removeprefix("policy ")
+    settings = {
+        "dtype": "float64",
+        "max_length": 96,
+        "lookup_match": 1,
+        "kv_pages": 1700,
+        "draft_tokens": 4,
+        **settings,
+    }
+    config = EngineConfig(**{**settings, "draft_tokens": "auto"} if policy else settings)
+    assembly = assemble(target().decoder(), drafting(source), config)
+    if policy:
+        upset(assembly.driver.step.speculator)
+    return assembly
 
 
 def request_of(name: str, params: SamplingParams | None = None, prompt: list[int] | None = None, quota=32) -> Request:

@@ -16,6 +16,7 @@ from torch.nn.functional import silu
 from tandem.kernels.noise import TARGET, gumbel, key
 from tandem.models.config import ModelConfig, RopeConfig
 from tandem.models.decoder import Decoder
+from tandem.models.weights import Weights as Reader
 from tandem.sampling import SamplingParams
 
 PREFIX = "model.layers."
@@ -55,11 +56,14 @@ class Weights:
     def tensor(self, name: str) -> Tensor:
         return self.tensors[name]
 
+    def quantised(self, name: str) -> None:
+        return None
+
     def close(self) -> None:
         pass
 
     def decoder(self, dtype=torch.float64) -> Decoder:
-        return Decoder(self.config, self, dtype, torch.device("cpu"))
+        return Decoder(Reader(self, dtype, torch.device("cpu")))
 
     def noisy(self, scale: float, seed: int = 7) -> Weights:
         """The same weights, disturbed: a draft that is sometimes right."""

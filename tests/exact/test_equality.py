@@ -8,7 +8,8 @@ from tandem.sampling import SamplingParams
 from tests.exact import oracle
 from tests.exact.conftest import SAMPLERS, STOPS, build, expected, params_of, prompt_of, request_of, serve, target
 
-KINDS = ["none", "lookup", "self", "noise", "bad", "tree"]
+POLICIES = ["policy lookup", "policy self", "policy noise", "policy bad"]
+KINDS = ["none", "lookup", "self", "noise", "bad", "tree", *POLICIES]
 
 # draft length, page size, tokens per step, rows, requests arriving per step, mixed drafts, pages (None: plenty)
 LAYOUTS = {
@@ -34,6 +35,35 @@ def test_tokens_equal_the_plain_loop(kind, layout):
         assert request.finish_reason == reason, request.id
     if layout == "preemption":
         assert assembly.driver.scheduler.preemptions > 0, "the case did not happen"
+
+
+@pytest.mark.parametrize("kind", POLICIES)
+def test_the_policy_does_everything_in_these_cases(kind):
+    """Otherwise equality would be tested on a part of it: short and long drafts, none, a model left behind."""
+    assembly = build(kind, page_size=4, max_rows=5)
+    speculator = assembly.driver.step.speculator
+    lengths, shown, behind = set(), [], set()
+    draft, observe = speculator.draft, speculator.observe
+
+    def watch_draft(decoding, carry):
+        made = draft(decoding, carry)
+        lengths.update(made.counts)
+        return made
+
+    def watch_observe(seen, carry):
+        shown.append(sum(seen.spans.counts))
+        behind.update(r.known - r.observed for r in assembly.driver.scheduler.running)
+        return observe(seen, carry)
+
+    speculator.draft, speculator.observe = watch_draft, watch_observe
+    requests = [request_of(name) for name in SAMPLERS]
+    serve(assembly, requests, arrivals=1)
+    assert {0, 1, 2} < lengths and max(lengths) > 4
+    assert sum(r.speculation.accepted for r in requests) > 0
+    if kind == "policy lookup":
+        assert not any(shown)
+    else:
+        assert 0 in shown and max(shown) > 8 and len(behind) > 10
 
 
 def test_the_cases_are_not_trivial():
@@ -72,6 +102,22 @@ def test_the_target_as_its_own_draft_is_always_right(name, length):
         assert stats.emitted == 40
 
 
+@pytest.mark.parametrize("name", ["greedy", "hot", "penalties"])
+def test_under_the_policy_too_the_target_as_its_own_draft_is_always_right(name):
+    """However often the model is left behind and caught up. No copies: what is drafted is the model's."""
+    for prompt in (1, 3, 4, 8, 13):
+        assembly = build("policy self", page_size=4, batch_tokens=6, lookup_match=1024)
+        text = [(i * 37 + 11) % 299 + 1 for i in range(prompt)]
+        requests = [request_of(name, params_of(name, max_tokens=60, ignore_eos=True), [*text, i + 1]) for i in range(4)]
+        for request in requests:
+            request.stops = frozenset()
+        serve(assembly, requests, arrivals=1)
+        for request in requests:
+            stats = request.speculation
+            assert stats.accepted == stats.drafted, f"prompt {prompt}: {stats}"
+        assert sum(r.speculation.drafted for r in requests) > 0
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 8, 16, 29, 30, 64])
 def test_acceptance_does_not_depend_on_the_chunk_size(chunk):
     text = [(i * 37 + 11) % 299 + 1 for i in range(30)]
@@ -83,7 +129,7 @@ def test_acceptance_does_not_depend_on_the_chunk_size(chunk):
     assert len(counts) == 1
 
 
-@pytest.mark.parametrize("kind", ["lookup", "self", "bad", "tree"])
+@pytest.mark.parametrize("kind", ["lookup", "self", "bad", "tree", "policy noise"])
 @pytest.mark.parametrize("prompt", [90, 94, 95])
 def test_the_length_limit_is_met_exactly(kind, prompt):
     text = [(i * 17 + 5) % 299 + 1 for i in range(prompt)]
@@ -97,7 +143,7 @@ def test_the_length_limit_is_met_exactly(kind, prompt):
     assert tuple(requests[1].output) == expected("hot")[0]
 
 
-@pytest.mark.parametrize("kind", ["none", "lookup", "self", "bad"])
+@pytest.mark.parametrize("kind", ["none", "lookup", "self", "bad", "policy noise"])
 def test_max_tokens_and_prompt_length_sweep(kind):
     page, k = 4, 3
     for prompt in range(1, 3 * page + 2):
@@ -178,7 +224,7 @@ def test_sliding_window_is_kept_past_its_end():
     params = SamplingParams(max_tokens=70, temperature=0.0)
     right, _, _ = oracle.generate(weights, text, params, set())
     for draft in (Drafting.draft_model(weights.noisy(0.04).decoder()), Drafting.lookup()):
-        config = EngineConfig(dtype="float64", max_length=96, page_size=4, kv_pages=100)
+        config = EngineConfig(dtype="float64", max_length=96, page_size=4, kv_pages=100, draft_tokens=4)
         request = request_of("greedy", params, text)
         request.stops = frozenset()
         serve(assemble(weights.decoder(), draft, config), [request])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -60,6 +61,19 @@ def script(length: int) -> Drafter:
         return Draft.chain_of(
             [[(t + 1 + i) % vocab for i in range(n)] for t, n in zip(last, counts, strict=True)], step.last.device
         )
+
+    return draft
+
+
+def mixed(table: Tensor, length: int) -> Drafter:
+    """A draft model in some contexts and a script in the others, side by side in one batch."""
+
+    def draft(step: Step) -> Draft:
+        drawn, copied = model(table, length)(step), script(3)(step)
+        last = step.last.tolist()
+        draws = tuple(n * (t % 2) for n, t in zip(drawn.counts, last, strict=True))
+        copies = tuple(n * (1 - t % 2) for n, t in zip(copied.counts, last, strict=True))
+        return replace(drawn, counts=draws).beside(replace(copied, counts=copies))
 
     return draft
 

@@ -59,6 +59,7 @@ CHAINS: dict[str, Drafter] = {
     "hot": drafts.hot(DRAFTED, 2, 1.7),
     "argmax": drafts.argmax(DRAFTED, 2),
     "script": drafts.script(3),
+    "mixed": drafts.mixed(DRAFTED, 2),
     "nothing": drafts.nothing(),
 }
 TREES: dict[str, Drafter] = {

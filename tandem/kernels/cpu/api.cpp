@@ -1,0 +1,142 @@
+// The C functions that Python calls (tandem/kernels/native.py). They return 0, or 1 if memory ran out.
+
+#include <algorithm>
+#include <new>
+
+#include "kernels.h"
+#include "matmul.h"
+#include "pack.h"
+#include "workspace.h"
+
+namespace tandem {
+
+void Workspace::fit(const Model &m, int64_t count) {
+    const int64_t q = m.heads * m.head_dim, widest = std::max(std::max(m.hidden, q), m.intermediate);
+    const int64_t sizes[] = {4 * count * m.hidden,
+                             4 * count * (q + 2 * m.kv_heads * m.head_dim),
+                             2 * count * m.hidden,
+                             2 * count * q,
+                             2 * count * m.intermediate,
+                             2 * packed_size(count, widest)};
+    int64_t total = 64;
+    for (int64_t size : sizes) total += round_up(size, 64);
+    if (total > size_) {
+        memory_.reset(new uint8_t[total]);
+        size_ = total;
+    }
+    uintptr_t at = (reinterpret_cast<uintptr_t>(memory_.get()) + 63) & ~uintptr_t(63);
+    auto next = [&](int i) {
+        void *p = reinterpret_cast<void *>(at);
+        at += round_up(sizes[i], 64);
+        return p;
+    };
+    x = static_cast<float *>(next(0));
+    qkv = static_cast<float *>(next(1));
+    normed = static_cast<uint16_t *>(next(2));
+    attended = static_cast<uint16_t *>(next(3));
+    inner = static_cast<uint16_t *>(next(4));
+    packed = static_cast<uint16_t *>(next(5));
+}
+
+namespace {
+
+const Kernels *find(int path) {
+    switch (path) {
+        case 0: return kernels_amx();
+        case 1: return kernels_avx512();
+        case 2: return kernels_avx2();
+        case 3: return kernels_portable();
+    }
+    return nullptr;
+}
+
+template <class Body>
+int guarded(const Body &body) {
+    try {
+        body();
+        return 0;
+    } catch (const std::bad_alloc &) {
+        return 1;
+    }
+}
+
+}  // namespace
+
+}  // namespace tandem
+
+using namespace tandem;
+
+extern "C" {
+
+// The name of path 0, 1, ... from the fastest on; null where this processor lacks it, "" past the last.
+const char *tandem_path(int path) {
+    if (path > 3) return "";
+    const Kernels *kernels = find(path);
+    return kernels == nullptr ? nullptr : kernels->name;
+}
+
+void *tandem_team(int threads) { return new Team(threads); }
+
+void tandem_disband(void *team) { delete static_cast<Team *>(team); }
+
+int64_t tandem_packed_bytes(int32_t kind, int64_t n, int64_t k) {
+    return round_up(n, kStrip) / kStrip * strip_bytes(format_of(kind), k);
+}
+
+void tandem_pack(void *team, int32_t kind, int64_t n, int64_t k, const uint8_t *const *rows, uint8_t *out) {
+    const int64_t strips = round_up(n, kStrip) / kStrip;
+    static_cast<Team *>(team)->run([&](Member &member) {
+        for (int64_t strip; (strip = member.take()) < strips;) pack(kind, k, rows, strip, strip + 1, out);
+    });
+}
+
+void tandem_unpack(int path, const Matrix *m, uint16_t *out) {
+    const int64_t bytes = strip_bytes(format_of(m->kind), m->k), each = round_up(m->k, kTile) * kStrip;
+    for (int64_t strip = 0; strip * kStrip < m->n; strip++) {
+        find(path)->unpack(m->kind, m->k, m->data + strip * bytes, out + strip * each);
+    }
+}
+
+// Read memory once, by all members in streams of their own, to find out how fast it is. Returns a sum of what was read.
+uint64_t tandem_read(void *team, const uint64_t *data, int64_t bytes) {
+    constexpr int64_t kStreams = 4, kAhead = 4096;
+    std::atomic<uint64_t> total{0};
+    static_cast<Team *>(team)->run([&](Member &member) {
+        const int64_t each = bytes / 8 / (member.count * kStreams) / 8 * 8;
+        uint64_t sum = 0;
+        for (int64_t i = 0; i < each; i += 8) {
+            for (int64_t stream = 0; stream < kStreams; stream++) {
+                const uint64_t *p = data + (member.index * kStreams + stream) * each + i;
+                __builtin_prefetch(reinterpret_cast<const char *>(p) + kAhead);
+                for (int j = 0; j < 8; j++) sum += p[j];
+            }
+        }
+        total += sum;
+    });
+    return total;
+}
+
+int tandem_matmul(void *team, int path, const Product *product) {
+    return guarded([&] {
+        Product p = *product;
+        const size_t size = packed_size(p.rows, p.matrices[0].k);
+        std::unique_ptr<uint16_t[]> packed(new uint16_t[size + 32]);
+        p.packed = reinterpret_cast<uint16_t *>((reinterpret_cast<uintptr_t>(packed.get()) + 63) & ~uintptr_t(63));
+        static_cast<Team *>(team)->run([&](Member &member) { find(path)->matmul(member, p); });
+    });
+}
+
+void tandem_attend(void *team, int path, const Attention *attention, const Sight *sight) {
+    static_cast<Team *>(team)->run([&](Member &member) { find(path)->attend(member, *attention, *sight); });
+}
+
+int tandem_forward(void *team, int path, const Model *model, const Pass *pass) {
+    static Workspace space;
+    static std::mutex taken;
+    std::lock_guard<std::mutex> turn(taken);
+    return guarded([&] {
+        space.fit(*model, pass->count);
+        static_cast<Team *>(team)->run([&](Member &member) { find(path)->forward(member, *model, *pass, space); });
+    });
+}
+}

@@ -1,0 +1,51 @@
+// One instruction set's kernels. Included once by each of the translation units amx.cpp, avx512.cpp, avx2.cpp and
+// portable.cpp, which are compiled for their processors and define what is available.
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "kernels.h"
+#include "matmul.h"
+#include "pack.h"
+#include "workspace.h"
+
+#if defined(TANDEM_AMX) || defined(TANDEM_AVX512)
+#include <immintrin.h>
+#endif
+
+namespace tandem {
+namespace {
+
+#include "strips.inl"
+#if defined(TANDEM_AMX) || defined(TANDEM_AVX512)
+#include "unpack_avx512.inl"
+#endif
+#if defined(TANDEM_AMX)
+#include "matmul_amx.inl"
+#include "attention_amx.inl"
+#elif defined(TANDEM_AVX512)
+#include "matmul_avx512.inl"
+#include "attention_plain.inl"
+#else
+#include "matmul_plain.inl"
+#include "attention_plain.inl"
+#endif
+#include "forward.inl"
+
+static void unpack(int32_t kind, int64_t k, const uint8_t *strip, uint16_t *out) {
+#if defined(TANDEM_AMX) || defined(TANDEM_AVX512)
+    for_kind(kind, [&]<int32_t KIND>() { unpack_strip<KIND>(strip, k, out); });
+#else
+    float tile[kTile * kStrip];
+    for (int64_t i = 0; i * kTile < k; i++) {
+        unpack_plain(format_of(kind), kind, k, strip, i, tile);
+        for (int row = 0; row < kStrip; row++) {
+            for (int j = 0; j < kTile; j++) out[(i * kStrip + row) * kTile + j] = to_bf16(tile[j * kStrip + row]);
+        }
+    }
+#endif
+}
+
+}  // namespace
+}  // namespace tandem

@@ -1,0 +1,331 @@
+"""The native CPU kernels, if this installation has them: packed weights, products, attention, whole passes.
+
+They are C++ in `cpu/`, built when the package is installed and reached through ctypes; `cpu/kernels.h` has the structs
+that are mirrored here. Each has its torch twin elsewhere in this package, which is used where there is no library.
+What a processor can do is found at run time: `paths()` lists the instruction sets, the fastest first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from gguf import GGMLQuantizationType
+from torch import Tensor
+
+from tandem.kernels.attention import AttentionPlan
+from tandem.kernels.memory import Arena
+
+__all__ = ["KINDS", "LayerStruct", "MatrixStruct", "ModelStruct", "Packed", "attend", "forward", "matmul", "missing"]
+__all__ += ["pack", "path", "paths", "read", "unpack", "use"]
+
+_Q = GGMLQuantizationType
+KINDS = (_Q.BF16, _Q.Q4_0, _Q.Q4_1, _Q.Q5_0, _Q.Q5_1, _Q.Q8_0, _Q.Q4_K, _Q.Q5_K, _Q.Q6_K)
+"""Formats of packed weights, by the library's number."""
+
+_STRIP, _TILE = 32, 32
+
+
+class MatrixStruct(Structure):
+    _fields_ = (("data", c_void_p), ("n", c_int64), ("k", c_int64), ("kind", c_int32), ("reserved", c_int32))
+
+
+class _Sight(Structure):
+    _fields_ = (
+        ("pages", c_void_p),
+        ("page_stride", c_int64),
+        ("seen_to", c_void_p),
+        ("ancestors", c_void_p),
+        ("first", c_void_p),
+        ("rows", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class _Attention(Structure):
+    _fields_ = (
+        ("q", c_void_p),
+        ("q_stride", c_int64),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("num_pages", c_int64),
+        ("out", c_void_p),
+        *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "page_size", "window", "kv_wide")),
+    )
+
+
+class _Product(Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("rows", c_int64),
+        ("matrices", POINTER(MatrixStruct)),
+        ("count", c_int64),
+        ("bias", c_void_p),
+        ("y", c_void_p),
+        ("y_stride", c_int64),
+        ("then", c_int32),
+        ("reserved", c_int32),
+        ("packed", c_void_p),
+    )
+
+
+class LayerStruct(Structure):
+    _fields_ = (
+        ("attention_norm", c_void_p),
+        ("qkv", MatrixStruct * 3),
+        ("qkv_count", c_int64),
+        ("qkv_bias", c_void_p),
+        ("head_norm", c_void_p),
+        ("out", MatrixStruct),
+        ("out_bias", c_void_p),
+        ("mlp_norm", c_void_p),
+        ("gate_up", MatrixStruct),
+        ("down", MatrixStruct),
+        ("window", c_int64),
+    )
+
+
+class ModelStruct(Structure):
+    _fields_ = (
+        ("layers", POINTER(LayerStruct)),
+        ("norm", c_void_p),
+        ("embedding", MatrixStruct),
+        *((name, c_int64) for name in ("layer_count", "hidden", "heads", "kv_heads", "head_dim", "intermediate")),
+        ("eps", c_float),
+        ("reserved", c_int32),
+    )
+
+
+class _Pass(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("tokens", "slots", "cosines", "sines", "kv", "hidden")),
+        *((name, c_int64) for name in ("count", "num_pages", "page_size")),
+        ("sight", _Sight),
+    )
+
+
+def missing() -> str | None:
+    """Why there are no native kernels; None if there are."""
+    spec = importlib.util.find_spec("tandem.kernels._cpu")
+    if spec is None or spec.origin is None:
+        return "not built: no C++ compiler was found when the package was installed"
+    try:
+        ctypes.CDLL(spec.origin)
+    except OSError as error:
+        return f"cannot be loaded: {error}"
+    return None
+
+
+@cache
+def _library() -> Any:
+    if (why := missing()) is not None:
+        raise RuntimeError(f"native kernels: {why}")
+    spec = importlib.util.find_spec("tandem.kernels._cpu")
+    assert spec is not None and spec.origin is not None
+    library = ctypes.CDLL(spec.origin)
+    library.tandem_path.restype = c_char_p
+    library.tandem_team.restype = c_void_p
+    library.tandem_packed_bytes.restype = c_int64
+    return library
+
+
+@cache
+def _numbers() -> dict[str, int]:
+    """This processor's instruction sets and their numbers."""
+    found: dict[str, int] = {}
+    number = 0
+    while (name := _library().tandem_path(number)) != b"":
+        if name is not None:
+            found[name.decode()] = number
+        number += 1
+    return found
+
+
+def paths() -> list[str]:
+    """Instruction sets that the library has code for and this processor runs, the fastest first."""
+    return [] if missing() is not None else list(_numbers())
+
+
+_used: str | None = None
+
+
+def use(name: str | None) -> None:
+    """Compute with this one of `paths()` from now on; None: the fastest."""
+    global _used
+    assert name is None or name in paths()
+    _used = name
+
+
+def path() -> str:
+    """The instruction set in use."""
+    return _used or paths()[0]
+
+
+def _number() -> c_int32:
+    return c_int32(_numbers()[path()])
+
+
+def _team() -> c_void_p:
+    """The threads that compute: as many as torch uses."""
+    return _team_of(torch.get_num_threads())
+
+
+@cache
+def _team_of(count: int) -> c_void_p:
+    """Threads that sleep while they have nothing to do, and end with the process."""
+    return c_void_p(_library().tandem_team(c_int32(count)))
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A weight [n, k] in the layout of `cpu/pack.h`. A product reads `nbytes` of it."""
+
+    kind: GGMLQuantizationType
+    n: int
+    k: int
+    data: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    @property
+    def struct(self) -> MatrixStruct:
+        return MatrixStruct(self.data.data_ptr(), self.n, self.k, KINDS.index(self.kind), 0)
+
+
+def pack(kind: GGMLQuantizationType, k: int, parts: Sequence[Tensor], arena: Arena, interleave: int = 0) -> Packed:
+    """Pack rows of `kind`, the parts below one another; the parts may be freed afterwards.
+
+    Args:
+        kind: one of KINDS.
+        k: weights in a row.
+        parts: each [rows, bytes of a row] uint8, contiguous rows.
+        arena: where it is put.
+        interleave: if given, so many rows of each part in turn; a part that ends early is filled up with zeros.
+    """
+    addresses = [part.data_ptr() + torch.arange(len(part), dtype=torch.int64) * part.stride(0) for part in parts]
+    if interleave:
+        most = -(-max(len(a) for a in addresses) // interleave) * interleave
+        padded = [torch.nn.functional.pad(a, (0, most - len(a))).view(-1, interleave) for a in addresses]
+        addresses = [torch.stack(padded, 1).flatten()]
+    rows = torch.cat(addresses)
+    n = len(rows)
+    rows = torch.nn.functional.pad(rows, (0, -n % _STRIP))
+    number = KINDS.index(kind)
+    data = arena.take(_library().tandem_packed_bytes(c_int32(number), c_int64(n), c_int64(k)))
+    _library().tandem_pack(
+        _team(), c_int32(number), c_int64(n), c_int64(k), c_void_p(rows.data_ptr()), c_void_p(data.data_ptr())
+    )
+    return Packed(kind, n, k, data)
+
+
+def unpack(packed: Packed) -> Tensor:
+    """[n, k] bfloat16: the weights as the path in use multiplies with them."""
+    tiles = -(-packed.k // _TILE)
+    strips = -(-packed.n // _STRIP)
+    out = torch.empty(strips, tiles, _STRIP, _TILE, dtype=torch.bfloat16)
+    _library().tandem_unpack(_number(), byref(packed.struct), c_void_p(out.data_ptr()))
+    return out.transpose(1, 2).reshape(strips * _STRIP, tiles * _TILE)[: packed.n, : packed.k]
+
+
+def matmul(x: Tensor, weights: Sequence[Packed], bias: Tensor | None = None) -> Tensor:
+    """x [T, K] bfloat16 times the weights [N, K], side by side: [T, sum of N] float32, `bias` of that width added."""
+    x = x.contiguous()
+    outputs = sum(w.n for w in weights)
+    y = torch.empty(x.shape[0], outputs)
+    matrices = (MatrixStruct * len(weights))(*(w.struct for w in weights))
+    pointer = None if bias is None else bias.data_ptr()
+    product = _Product(
+        x.data_ptr(), x.shape[1], x.shape[0], matrices, len(weights), pointer, y.data_ptr(), outputs, 0, 0, None
+    )
+    _check(_library().tandem_matmul(_team(), _number(), byref(product)))
+    return y
+
+
+def attend(q: Tensor, kv: Tensor, plan: AttentionPlan, window: int | None) -> Tensor:
+    """`tandem.kernels.attention.attend` over KV of bfloat16 or float32; padding tokens hold zeros."""
+    tokens, heads, head_dim = q.shape
+    _, kv_heads, num_pages, page_size, _ = kv.shape
+    q = (q.float() * head_dim**-0.5).contiguous()
+    out = torch.zeros(tokens, heads * head_dim, dtype=kv.dtype)
+    attention = _Attention(
+        q.data_ptr(),
+        heads * head_dim,
+        kv[0].data_ptr(),
+        kv[1].data_ptr(),
+        num_pages,
+        out.data_ptr(),
+        heads,
+        kv_heads,
+        head_dim,
+        page_size,
+        window or 0,
+        kv.dtype == torch.float32,
+    )
+    sight, _kept = _sight(plan)
+    _library().tandem_attend(_team(), _number(), byref(attention), byref(sight))
+    return out
+
+
+def forward(
+    model: ModelStruct, tokens: Tensor, slots: Tensor, rotation: tuple[Tensor, Tensor], kv: Tensor, plan: AttentionPlan
+) -> Tensor:
+    """One pass: [T, H] bfloat16 hidden states after the final norm, zeros for padding tokens.
+
+    Args:
+        model: the weights.
+        tokens, slots: [T] int64.
+        rotation: cosines and sines [T, 1, D] float32, as `Rope.tables` makes them.
+        kv: the whole pool [L, 2, Hkv, num_pages, page_size, D] bfloat16.
+        plan: what each token sees.
+    """
+    count = sum(plan.counts)
+    hidden = torch.zeros(len(tokens), model.hidden, dtype=torch.bfloat16)
+    sight, _kept = _sight(plan)
+    cosines, sines = rotation
+    step = _Pass(
+        tokens.data_ptr(),
+        slots.data_ptr(),
+        cosines.data_ptr(),
+        sines.data_ptr(),
+        kv.data_ptr(),
+        hidden.data_ptr(),
+        count,
+        kv.shape[3],
+        kv.shape[4],
+        sight,
+    )
+    _check(_library().tandem_forward(_team(), _number(), byref(model), byref(step)))
+    return hidden
+
+
+def read(data: Tensor) -> None:
+    """Read memory once, with all threads, as fast as it goes."""
+    _library().tandem_read(_team(), c_void_p(data.data_ptr()), c_int64(data.nbytes))
+
+
+def _sight(plan: AttentionPlan) -> tuple[_Sight, list[Tensor]]:
+    """The struct, and the tensors that it points into."""
+    pages, seen_to = plan.page_table.contiguous(), plan.seen_to.contiguous()
+    first = torch.zeros(len(plan.counts) + 1, dtype=torch.int32)
+    first[1:] = torch.tensor(plan.counts).cumsum(0)
+    kept = [pages, seen_to, first]
+    ancestors = None
+    if plan.ancestors is not None:
+        kept.append(plan.ancestors.contiguous())
+        ancestors = kept[-1].data_ptr()
+    rows = len(plan.counts)
+    return _Sight(pages.data_ptr(), pages.shape[1], seen_to.data_ptr(), ancestors, first.data_ptr(), rows, 0), kept
+
+
+def _check(code: int) -> None:
+    if code:
+        raise MemoryError("the native kernels' scratch memory")

@@ -1,0 +1,67 @@
+"""Running estimates of how long a draft lives: the chance that the guess at each depth is accepted, given that those
+before it were.
+
+What is counted are verdicts of earlier steps, by depth and by a *kind* of guess that is known before anything is
+verified (for copies, how long the match is). Nothing here looks at the token that is about to be judged, so a length
+chosen from these numbers keeps the law under every rule.
+
+Counts fade, and few of them say little. So an estimate leans on a broader one with the weight of `_TRUST` verdicts:
+
+    this request, kind and depth -> all requests, kind and depth -> all requests and depths, kind -> the prior
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.request import Request
+from tandem.sampling import MAX_DRAFT
+
+__all__ = ["MEMORY", "Acceptance", "Floats"]
+
+Floats = NDArray[np.float64]
+
+MEMORY = 32.0
+"""Verdicts after which one counts 1 / e."""
+
+_TRUST = 4.0
+
+
+class Acceptance:
+    """The estimates for one source of guesses. `prior` is the chance before any verdict, by kind."""
+
+    def __init__(self, prior: Sequence[float]) -> None:
+        self._prior = np.array(prior)
+        self._all = np.zeros((2, len(prior), MAX_DRAFT))  # accepted, judged; by kind and depth
+        self._own: WeakKeyDictionary[Request, Floats] = WeakKeyDictionary()
+
+    @property
+    def judged(self) -> float:
+        """How many verdicts the estimates rest on."""
+        return float(self._all[1].sum())
+
+    def survival(self, requests: Sequence[Request], kinds: Sequence[int]) -> Floats:
+        """[R, MAX_DRAFT]: the chance that the guesses of depth 1, 2, ... and all before them are accepted."""
+        accepted, judged = self._all
+        pooled = (accepted.sum(1) + _TRUST * self._prior) / (judged.sum(1) + _TRUST)
+        shared = (accepted + _TRUST * pooled[:, None]) / (judged + _TRUST)
+        chance = shared[list(kinds)]
+        for i, (request, kind) in enumerate(zip(requests, kinds, strict=True)):
+            own = self._own.get(request)
+            if own is not None:
+                chance[i] = (own[0, kind] + _TRUST * chance[i]) / (own[1, kind] + _TRUST)
+        return np.cumprod(chance, 1)
+
+    def record(self, request: Request, kind: int, drafted: int, accepted: int, memory: float = MEMORY) -> None:
+        """Count one verdict: `accepted` of `drafted` > 0 guesses."""
+        own = self._own.get(request)
+        if own is None:
+            own = self._own[request] = np.zeros_like(self._all)
+        for counts in (self._all, own):
+            counts[:, kind] *= 1 - 1 / memory
+            counts[0, kind, :accepted] += 1
+            counts[1, kind, : min(accepted + 1, drafted)] += 1

@@ -1,0 +1,307 @@
+"""Never lose: how much to draft in each step, and from where, so that tokens come fastest. Zero is among the choices.
+
+For every step the policy looks for the lengths k_r of all rows r at once that maximise expected tokens per second,
+
+    sum over rows (1 + sum over j <= k_r of survival_r(j))
+    ------------------------------------------------------------------------------
+    target(load + sum k_r) + host + (m - 1) draft(rows) + observe(tokens)      (m: depth of the model's chains)
+
+the goodput of TurboSpec and DSpark, with survival from `acceptance` and seconds from `costs`. Since survival falls with
+depth, the best n guesses of a batch are its n likeliest; the target's time climbs in steps, so every n is compared, not
+only up to the first fall. Copies cost nothing to make, a model's guesses cost passes: for each m, m = 0 included, a row
+takes the source that is expected to last longer.
+
+The choice depends on verdicts of earlier steps, on the committed text and on time, never on a token still to be judged.
+Under `match` it can therefore not change the output. Under `ratio` and `block` the law is kept, but
+which tokens a seed gives depends on the lengths drafted, and these on time.
+
+A model that does not pay is not run at all: neither over new prompts nor over what is emitted. It comes back in two
+ways. If its estimate says that catching up pays within the next tokens, a request's text is shown to it in chunks. If
+the estimate says no, it is still tested: a small share of the time goes into *trials*, one guess for one request,
+repeated while it is right. A model that was never tested starts with such a trial, not with every prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.kernels.linear import TILE
+from tandem.request import Request
+from tandem.sampling import MAX_DRAFT
+from tandem.speculate.acceptance import MEMORY, Acceptance, Floats
+from tandem.speculate.costs import Clock, Costs
+from tandem.speculate.draft import Carry, Draft, Speculator
+from tandem.speculate.lookup import Lookup
+
+if TYPE_CHECKING:
+    from tandem.engine.step import Decoding, Seen
+
+__all__ = ["Adaptive"]
+
+Counts = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+_COPIED = (0.3, 0.4, 0.5, 0.6, 0.75, 0.9)  # for 1, 2, 3-4, 5-8, 9-16 and more matching tokens
+_DRAWN = (0.6,)
+_DEPTHS = np.array([0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, MAX_DRAFT])
+_TESTED = 4.0  # verdicts from which a model's estimate is believed
+_LOOK = 8  # steps after which it is asked again whether a model would pay that has seen no text
+_TRIALS = 0.01  # their share of the time
+_TRIAL_MEMORY = 8.0
+_HORIZON = 128  # tokens within which catching up must pay
+_MARGIN = 0.02  # of a token's cost: not to catch up for a gain that may be chance
+_SMOOTH = 0.1  # weight of the latest step in what the model saves
+
+
+@dataclass(frozen=True, slots=True)
+class _Guessed:
+    """What was drafted for a request when it had `known` tokens."""
+
+    known: int
+    count: int
+    source: Acceptance
+    kind: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows of a step as the choice sees them: survival [R, MAX_DRAFT] by source, 0 where nothing may be drafted.
+
+    `load` tokens are computed anyway; `fixed` rows draft `depth` tokens with the model whatever is chosen for others.
+    """
+
+    copied: Floats
+    drawn: Floats
+    load: int
+    fixed: int
+    depth: int
+
+    def drawn_where(self, chosen: Flags) -> _Rows:
+        """The same if only the chosen rows [R] can be the model's."""
+        return replace(self, drawn=self.drawn * chosen[:, None])
+
+
+class Adaptive:
+    """Copies and, if there is a model, its guesses; each step the lengths and sources that pay."""
+
+    max_draft = MAX_DRAFT
+    branching = False
+
+    def __init__(self, lookup: Lookup, model: Speculator | None, costs: Costs, clock: Clock) -> None:
+        self.lookup = lookup
+        self.model = model
+        self.costs = costs
+        self.clock = clock
+        self.copied = Acceptance(_COPIED)
+        self.drawn = Acceptance(_DRAWN)
+        self._guessed: WeakKeyDictionary[Request, _Guessed] = WeakKeyDictionary()
+        self._trial: Request | None = None
+        self._cost = 0.0  # seconds for each token without the model
+        self._saving = 0.0  # and what of them it would save if it had seen all texts
+        self._kept = 0.0  # and what it does save, having seen those that afford it
+        self._allowance = 0.0  # seconds left for trials
+        self._steps = self._judged = 0
+        self._free = False  # whether some row's length is free to choose
+        self._began = self._left = self._ended = clock()
+        self._tokens = 0  # of the target's pass, if it holds no prompt
+
+    def draft(self, decoding: Decoding, carry: Carry) -> Draft:
+        """Learn from the last verdicts, choose, and let both sources guess."""
+        now = self.clock()
+        idle, self._began = now - self._ended, now
+        self._learn(decoding.requests)
+        copies, draws = self._choose(decoding)
+        copied = self.lookup.draft(replace(decoding, quota=copies), carry)
+        before = self.clock()
+        drawn = Draft.empty(len(copies), decoding.index.device)
+        if self.model is not None and any(draws):
+            drawn = self.model.draft(replace(decoding, quota=draws), carry)
+        self._left = self.clock()
+        if max(draws, default=0) > 1:
+            rows = sum(n > 0 for n in draws)
+            self.costs.draft.correct(rows, (self._left - before) / (max(draws) - 1))
+        self.costs.correct_host(idle + before - now)
+        draft = drawn.beside(copied)
+        self._tokens = decoding.load + sum(draft.counts) if decoding.load == len(copies) else 0
+        return draft
+
+    def reach(self, request: Request, end: int) -> int:
+        """As far as the model wants, if it is worth running for this request; else nothing more."""
+        if self.model is None or request.quota == 0:
+            return request.observed
+        if request.params.draft_tokens is None and not self._worth(request, request.limit - end - 1):
+            return request.observed
+        return self.model.reach(request, end)
+
+    def observe(self, seen: Seen, carry: Carry) -> Carry:
+        """Show the model what it reached for; take the times."""
+        began = self._ended = self.clock()
+        if self._tokens:
+            self.costs.target.correct(self._tokens, began - self._left)
+        if self.model is not None and seen.spans.rows:
+            carry = self.model.observe(seen, carry)
+            self._ended = self.clock()
+            self.costs.observe.correct(sum(seen.spans.counts), self._ended - began)
+        if self._free:
+            self._allowance += _TRIALS * (self._ended - self._began)
+        return carry
+
+    def _learn(self, requests: tuple[Request, ...]) -> None:
+        """Count the verdicts on what was drafted before for these requests."""
+        for request in requests:
+            was = self._guessed.pop(request, None)
+            if was is None:
+                continue
+            accepted = request.known - was.known - 1
+            tried = request is self._trial and was.source is self.drawn
+            was.source.record(request, was.kind, was.count, accepted, _TRIAL_MEMORY if tried else MEMORY)
+            if tried and not accepted and self._tested:
+                self._trial = None
+
+    @property
+    def _tested(self) -> bool:
+        return self.drawn.judged >= _TESTED
+
+    def _worth(self, request: Request, left: int) -> bool:
+        """Whether the model should see this request's text, when `left` tokens may still be drafted for it."""
+        if self._trial is None and not self._tested:
+            self._trial = request
+        if request is self._trial:
+            return left > 0
+        return self._tested and self._kept > 0 and self._affords(request, left)
+
+    def _affords(self, request: Request, left: int) -> bool:
+        """Whether showing the model what it has not seen of a text is paid back within the tokens to come."""
+        gap = request.known - request.observed
+        if gap <= TILE or self._saving <= 0:  # a pass that is run for others anyway
+            return left > 0 and self._saving > 0
+        price = self.costs.observe(gap) - self.costs.observe(1)
+        ahead = min(left, max(_HORIZON, request.known - request.prompt_length))  # what has lasted long goes on long
+        return ahead * (self._saving - _MARGIN * self._cost) > price
+
+    def _choose(self, decoding: Decoding) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """How many tokens to copy and to draw for each row."""
+        requests = decoding.requests
+        matched = [self.lookup.matched(r) if n else 0 for r, n in zip(requests, decoding.quota, strict=True)]
+        ready = [self.model is not None and r.observed == r.known for r in requests]
+        self._steps += 1
+        self._free = any(r.params.draft_tokens is None for r in requests)
+        judging = any(ready) or not self._steps % _LOOK
+        if not any(decoding.quota) or not (any(matched) or judging):
+            return (0,) * len(requests), (0,) * len(requests)
+        kinds = [min(max(n - 1, 0).bit_length(), len(_COPIED) - 1) for n in matched]
+        free, seen = np.array([r.params.draft_tokens is None for r in requests]), np.array(ready)
+        quota, hits = np.array(decoding.quota), np.array(matched) > 0
+        most = (quota * free)[:, None] > np.arange(MAX_DRAFT)
+        copied = self.copied.survival(requests, kinds) * (most & hits[:, None])
+        drawn = self.drawn.survival(requests, (0,) * len(requests)) * (most & (self.model is not None and judging))
+        fixed = quota * ~free
+        draws, copies = fixed * seen, fixed * (hits & (self.model is None))
+        load = decoding.load + int((draws + copies).sum())
+        rows = _Rows(copied, drawn, load, int((draws > 0).sum()), int(draws.max()))
+        choice = self._best(rows, seen, requests)
+        copies += choice[0]
+        draws += choice[1]
+        self._try_copies(rows, copies, draws)
+        self._try_model(requests, seen & most[:, 0], copies, draws)
+        for request, kind, copy, draw in zip(requests, kinds, copies.tolist(), draws.tolist(), strict=True):
+            if copy or draw:
+                source, kind = (self.drawn, 0) if draw else (self.copied, kind)
+                self._guessed[request] = _Guessed(request.known, copy or draw, source, kind)
+        return tuple(copies.tolist()), tuple(draws.tolist())
+
+    def _best(self, rows: _Rows, seen: Flags, requests: tuple[Request, ...]) -> tuple[Counts, Counts]:
+        """How many tokens to copy and to draw for each row, [R] each, where the goodput is highest; the model can draw
+        where it has `seen` [R] the text. Brings up to date what it saves."""
+        if not (rows.copied.any() or rows.drawn.any()):
+            nothing = np.zeros(len(seen), dtype=np.int64)
+            return nothing, nothing
+        goodput, chance, own = self._goodput(rows)
+        if len(goodput) > 1:
+            self._cost = 1 / goodput[0].max()
+            weight = 1 - (1 - _SMOOTH) ** (self._steps - self._judged)
+            self._judged = self._steps
+            self._saving += weight * (_saved(goodput) - self._saving)
+            wanted = np.array([self._affords(r, r.room - 1) for r in requests])
+            some = goodput if wanted.all() or not wanted.any() else self._goodput(rows.drawn_where(wanted))[0]
+            self._kept += weight * (_saved(some) * wanted.any() - self._kept)
+            if not seen.all():
+                goodput, chance, own = self._goodput(rows.drawn_where(seen))
+        # While the model is kept it sees every text anyway: not to use it would save nothing, and teach nothing.
+        least = int(len(goodput) > 1 and self._kept > 0)
+        depth, guesses = divmod(int(goodput[least:].argmax()), goodput.shape[1])
+        depth += least
+        chosen = np.argsort(-chance[depth], kind="stable")[:guesses]  # equal ones in order of depth
+        chosen = chosen[chance[depth, chosen] > 0]  # the others are not allowed, whatever the costs
+        counts = np.bincount(chosen // MAX_DRAFT, minlength=len(seen))
+        return counts * ~own[depth], counts * own[depth]
+
+    def _goodput(self, rows: _Rows) -> tuple[Floats, Floats, Flags]:
+        """Tokens per second by depth of the model's chains and number of guesses, [M, R * MAX_DRAFT + 1]; the chance
+        that each guess counts, [M, R * MAX_DRAFT]; and whether a row is the model's, [M, R]."""
+        # An untested model begins with short chains.
+        known = np.searchsorted(_DEPTHS, self.drawn.judged + 1, "right") if rows.drawn.any() else 1
+        depths = _DEPTHS[:known]
+        lasting = _sums(rows.drawn)[:, depths].T  # [M, R] guesses accepted
+        own = lasting > rows.copied.sum(1)
+        deep = np.arange(MAX_DRAFT) < depths[:, None, None]
+        chance = np.where(own[..., None], rows.drawn * deep, rows.copied).reshape(len(depths), -1)
+        expected = len(rows.drawn) + _sums(np.sort(chance, 1)[:, ::-1])
+        working = own.sum(1) + rows.fixed
+        passes = np.maximum(np.maximum(depths, rows.depth) - 1, 0)
+        making = passes * self.costs.draft.at(np.maximum(working, 1.0))
+        making += self.costs.observe.at(np.maximum(working + (own * lasting).sum(1), 1.0))
+        checking = self.costs.target.at(rows.load + np.arange(expected.shape[1], dtype=np.float64))
+        return expected / (checking + self.costs.host + np.where(working, making, 0)[:, None]), chance, own
+
+    def _try_copies(self, rows: _Rows, copies: Counts, draws: Counts) -> None:
+        """Where no copy pays, copy one token now and then, to see whether that still holds."""
+        hits = (rows.copied[:, 0] > 0) & (draws == 0)
+        if copies.any() or not hits.any():
+            return
+        price = self.costs.target(rows.load + int(hits.sum())) - self.costs.target(rows.load)
+        if price <= self._allowance:
+            self._allowance -= price
+            copies += hits
+
+    def _try_model(self, requests: tuple[Request, ...], ready: Flags, copies: Counts, draws: Counts) -> None:
+        """Go on with the model's trial, end it, or begin one when no row is ready for the model."""
+        trial = self._trial
+        if trial is not None and (trial.finish_reason or trial.row < 0 or (self._tested and self._saving > 0)):
+            self._trial = trial = None
+        if self.model is None or (trial is None and not self._tested):
+            return  # the next text that is read begins one
+        if trial is None and not ready.any():
+            self._begin_trial([r for r in requests if r.params.draft_tokens is None and r.quota])
+        elif trial in requests and ready[place := requests.index(trial)] and not draws[place]:
+            if copies[place] and self._tested:
+                self._trial = None  # a copy that pays is not given up to try something else
+            else:
+                copies[place], draws[place] = 0, 1
+
+    def _begin_trial(self, candidates: list[Request]) -> None:
+        """Give the model the request that is nearest to being seen, if the allowance pays for it."""
+        nearest = min(candidates, key=lambda r: r.known - r.observed, default=None)
+        if nearest is None:
+            return
+        price = self.costs.observe(nearest.known - nearest.observed) + 2 * self.costs.observe(1)
+        if self._allowance >= price:
+            self._trial = nearest
+        self._allowance = min(self._allowance, price) - price * (self._trial is nearest)
+
+
+def _sums(values: Floats) -> Floats:
+    """[A, B] -> [A, B + 1]: the sum of the first 0, 1, ... B values of each row."""
+    sums = np.zeros((values.shape[0], values.shape[1] + 1))
+    np.cumsum(values, 1, out=sums[:, 1:])
+    return sums
+
+
+def _saved(goodput: Floats) -> float:
+    """Seconds for each token that the model saves, from the goodput by depth of its chains."""
+    return float(1 / goodput[0].max() - 1 / goodput[1:].max()) if len(goodput) > 1 else 0.0
