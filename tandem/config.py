@@ -28,6 +28,9 @@ class EngineConfig:
         dtype: precision of activations and KV; "auto" is bfloat16 where there are native kernels or the processor
             multiplies it natively.
         weights: width of the weights: "auto" as in the file, "bf16", or quantised to "int8" or "int4" where wider.
+        draft_weights: the same for a draft model, which guesses nearly as well with narrow weights.
+        draft_vocab: token ids that a draft model may guess, from 0 on: the frequent ones of a BPE vocabulary, because
+            its head is a large part of it. None: all.
         device: a torch device name.
         threads: of the CPU, for computing; None is one for each core. All engines of a process share them.
         max_length: prompt plus output, in tokens; None is the model's own limit, or what the KV pool holds if less.
@@ -46,6 +49,8 @@ class EngineConfig:
 
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     weights: Width = "auto"
+    draft_weights: Width = "int4"
+    draft_vocab: int | None = 32768
     device: str = "cpu"
     threads: int | None = None
     max_length: int | None = None
@@ -65,6 +70,7 @@ class EngineConfig:
         for name, allowed in (
             ("dtype", DTYPES),
             ("weights", WIDTHS),
+            ("draft_weights", WIDTHS),
             ("rule", RULES),
             ("page_size", PAGE_SIZES),
         ):
@@ -82,6 +88,7 @@ class EngineConfig:
             ("max_length", 2, 1 << 24),
             ("kv_pages", 2, 1 << 30),
             ("threads", 1, usable_cores()),
+            ("draft_vocab", 1, 1 << 24),
         ):
             check_whole(name, getattr(self, name), low, high, optional=True)
         length = self.draft_tokens

@@ -26,6 +26,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.lockstep import Delta
 from tandem.errors import InvalidValue
 from tandem.hub import resolve
+from tandem.models.config import Model
 from tandem.models.load import load_model, open_checkpoint
 from tandem.outputs import Choice, Completion, Increment, Usage
 from tandem.request import Request
@@ -89,11 +90,15 @@ class LLM:
         if drafting is None:
             path = resolve(self.draft).path
             check_pair(self.tokenizer, _open_tokenizer(path))
-            made = Drafting.draft_model(load_model(path, dtype, self.config.device, self.config.weights))
+            made = Drafting.draft_model(self._load_draft(path, dtype))
         else:
             made = drafting()
         target = load_model(found.path, dtype, self.config.device, self.config.weights)
         return assemble(target, made, self.config, self.tokenizer.vocab_size)
+
+    def _load_draft(self, path: Path, dtype: torch.dtype) -> Model:
+        config = self.config
+        return load_model(path, dtype, config.device, config.draft_weights, config.draft_vocab)
 
     @classmethod
     def from_parts(cls, assembly: Assembly, tokenizer: Tokenizer) -> LLM:

@@ -76,7 +76,8 @@ def main() -> int:
     if usual < 0.9:
         breaches.append(f"{usual:.0%} of the functions have at most {USUAL} lines; nine in ten must")
     sys.stdout.write(
-        f"{core} of {CORE} lines of code in the core, {total} in all, {usual:.0%} of {len(lengths)} functions within {USUAL} lines\n"
+        f"{core} of {CORE} lines of code in the core, {total} in all, "
+        f"{usual:.0%} of {len(lengths)} functions within {USUAL} lines\n"
     )
     sys.stdout.writelines(f"over budget: {b}\n" for b in breaches)
     return bool(breaches)

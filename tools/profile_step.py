@@ -25,6 +25,7 @@ from tandem.engine.lockstep import Lockstep
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.step import Step
 from tandem.models.decoder import Decoder
+from tandem.models.native import NativeDecoder
 
 MARK = 0.70
 MODEL = ("forward", "logits")
@@ -44,6 +45,7 @@ PHASES = {
         "_seen": "seen",
     },
     Decoder: {"forward": "forward", "logits": "logits"},
+    NativeDecoder: {"forward": "forward", "logits": "logits"},
 }
 
 

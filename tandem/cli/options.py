@@ -44,6 +44,8 @@ _HELP = {
     "draft_tokens": "tokens to draft in a step, 0 to 32, 0: no speculation; auto: as many as pay",
     "dtype": "auto, float32, bfloat16 or float64",
     "weights": "auto, as in the file; or bf16; or int8 or int4 for what is wider",
+    "draft_weights": "the same for a draft model",
+    "draft_vocab": "token ids that a draft model may guess, from 0 on",
     "device": "torch device",
     "threads": "of the CPU; one for each core if not given",
     "max_length": "most tokens of prompt and answer together",

@@ -196,6 +196,11 @@ class Packed:
     def nbytes(self) -> int:
         return self.data.nbytes
 
+    def first(self, n: int) -> Packed:
+        """The first n rows, in the same memory."""
+        strips = -(-self.n // _STRIP)
+        return Packed(self.kind, n, self.k, self.data[: self.nbytes // strips * -(-n // _STRIP)])
+
     @property
     def struct(self) -> MatrixStruct:
         return MatrixStruct(self.data.data_ptr(), self.n, self.k, KINDS.index(self.kind), 0)

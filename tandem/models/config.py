@@ -107,7 +107,8 @@ class Model(Protocol):
         """Run over a batch of T tokens, writing their KV to the pool: [T, H] hidden states after the final norm."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[K, H] hidden states of any K positions -> [K, V] in float32, or float64 for a float64 model."""
+        """[K, H] hidden states of any K positions -> [K, outputs] in float32, or float64 for a float64 model; `outputs`
+        are the vocabulary, or of a draft the first ids of it."""
 
     def matrices(self) -> Mapping[str, Matrix]:
         """What a decode step multiplies with, by name."""

@@ -72,7 +72,7 @@ class Decoder:
         self._embedding = weights.take(_EMBEDDING, config.vocab, config.hidden)
         self._layers = [_load_layer(weights, config, i) for i in range(config.layers)]
         self._norm = RMSNorm(weights.take("model.norm.weight", config.hidden), config.norm_eps)
-        self._head = _load_head(weights, config, self._embedding)
+        self._head = _load_head(weights, self._embedding)
         weights.finish()
 
     @property
@@ -106,7 +106,7 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """[K, H] hidden states of any K positions -> [K, V] in float32, or float64 for a float64 model."""
+        """[K, H] hidden states of any K positions -> [K, outputs] in float32, or float64 for a float64 model."""
         return widen(self._head(hidden))
 
     def _attention(self, index: int, x: Tensor, batch: Batch, pool: Pool, rotation: tuple[Tensor, Tensor]) -> Tensor:
@@ -150,12 +150,12 @@ def _load_layer(weights: Weights, config: ModelConfig, index: int) -> _Layer:
     )
 
 
-def _load_head(weights: Weights, config: ModelConfig, embedding: Tensor) -> Linear:
+def _load_head(weights: Weights, embedding: Tensor) -> Linear:
     """A head in the file counts, whatever the configuration says; a tied one is the embedding itself, not a copy."""
     if _HEAD in weights:
-        head = weights.take(_HEAD, config.vocab, config.hidden)
+        head = weights.take(_HEAD, weights.config.vocab, weights.config.hidden)
         if not torch.equal(head, embedding):
-            return Linear.packed(head)
-    elif not config.tied:
+            return Linear.packed(head[: weights.outputs])
+    elif not weights.config.tied:
         raise LoadError(f"tensor {_HEAD} is missing, and the configuration does not tie the head to the embedding")
-    return Linear.plain(embedding)
+    return Linear.plain(embedding[: weights.outputs])

@@ -34,14 +34,16 @@ def open_checkpoint(path: Path) -> Checkpoint:
     raise LoadError(f"{path}: neither a folder with config.json nor a .gguf file")
 
 
-def load_model(path: Path, dtype: torch.dtype, device: torch.device | str, width: Width = "auto") -> Model:
-    """Load a model to compute in `dtype`, with weights of `width`. Raises LoadError.
+def load_model(
+    path: Path, dtype: torch.dtype, device: torch.device | str, width: Width = "auto", outputs: int | None = None
+) -> Model:
+    """Load a model to compute in `dtype`, with weights of `width`, its head cut to `outputs` ids. Raises LoadError.
 
     Files are mapped, their tensors converted one by one, and unmapped.
     """
     checkpoint = open_checkpoint(path)
     try:
-        return model_of(checkpoint, dtype, torch.device(device), width)
+        return model_of(checkpoint, dtype, torch.device(device), width, outputs)
     except LoadError as error:
         raise LoadError(f"{path}: {error}") from error
     finally:
@@ -49,9 +51,15 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device | str, width
         _return_freed_memory()
 
 
-def model_of(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, width: Width = "auto") -> Model:
+def model_of(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    width: Width = "auto",
+    outputs: int | None = None,
+) -> Model:
     """The model in a checkpoint; over the native kernels, if there are any, in bfloat16 on a CPU. Raises LoadError."""
-    weights = Weights(checkpoint, dtype, device, width)
+    weights = Weights(checkpoint, dtype, device, width, outputs)
     on_kernels = dtype == torch.bfloat16 and device.type == "cpu" and bool(native.paths())
     return NativeDecoder(weights) if on_kernels else Decoder(weights)
 

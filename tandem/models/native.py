@@ -56,7 +56,7 @@ class NativeDecoder:
         (embedding,) = self._pack(weights, {_EMBEDDING: config.vocab}, config.hidden)
         self._layers = (LayerStruct * config.layers)(*(self._layer(weights, i) for i in range(config.layers)))
         norm = self._floats(weights.take("model.norm.weight", config.hidden))
-        self._head = self._load_head(weights, embedding)
+        self._head = self._load_head(weights, embedding).first(weights.outputs)
         self._matrices["head"] = NativeMatrix(self._head)
         weights.finish()
         self._struct = ModelStruct(
@@ -93,7 +93,7 @@ class NativeDecoder:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """[K, H] hidden states of any K positions -> [K, V] float32, sums that were never rounded."""
+        """[K, H] hidden states of any K positions -> [K, outputs] float32, sums that were never rounded."""
         return native.matmul(hidden, [self._head])
 
     def _floats(self, tensor: Tensor) -> int:

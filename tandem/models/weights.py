@@ -35,9 +35,23 @@ _OUTER = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 class Weights:
-    """Reader of one checkpoint for one model; `width` is that of its matrices."""
+    """Reader of one checkpoint for one model.
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, width: Width = "auto") -> None:
+    Attributes:
+        config, dtype, device: the model's.
+        outputs: token ids that its head gives logits for, from 0 on.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        width: Width = "auto",
+        outputs: int | None = None,
+    ) -> None:
+        """`width` is that of the matrices; `outputs` at most that many, None: the whole vocabulary."""
+        self.outputs = min(outputs or checkpoint.config.vocab, checkpoint.config.vocab)
         self.config = checkpoint.config
         self.dtype = dtype
         self.device = device
