@@ -35,9 +35,10 @@ static void embed(Member &member, const Matrix &w, const Pass &pass, float *x) {
         const int64_t id = pass.tokens[t];
         const uint8_t *strip = w.data + id / kStrip * strip_bytes(f, w.k);
         for (int64_t i = 0; i * kTile < w.k; i++) {
-            unpack_plain(f, w.kind, w.k, strip, i, tile);
+            const int row = int(id % kStrip);
+            unpack_plain(w.kind, w.k, strip, i, row, row + 1, tile);
             for (int64_t j = 0; j < kTile && i * kTile + j < w.k; j++) {
-                x[t * w.k + i * kTile + j] = from_bf16(to_bf16(tile[j * kStrip + id % kStrip]));
+                x[t * w.k + i * kTile + j] = from_bf16(to_bf16(tile[j * kStrip + row]));
             }
         }
     }

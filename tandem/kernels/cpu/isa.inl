@@ -39,7 +39,7 @@ static void unpack(int32_t kind, int64_t k, const uint8_t *strip, uint16_t *out)
 #else
     float tile[kTile * kStrip];
     for (int64_t i = 0; i * kTile < k; i++) {
-        unpack_plain(format_of(kind), kind, k, strip, i, tile);
+        unpack_plain(kind, k, strip, i, 0, kStrip, tile);
         for (int row = 0; row < kStrip; row++) {
             for (int j = 0; j < kTile; j++) out[(i * kStrip + row) * kTile + j] = to_bf16(tile[j * kStrip + row]);
         }

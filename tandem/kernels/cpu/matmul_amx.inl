@@ -200,10 +200,31 @@ TANDEM_INLINE void unpack_minima(const uint8_t *t, uint16_t *out) {
     }
 }
 
-// `multiply` for Q4_K and Q5_K, superblock by superblock: c += D * products - M * (minima - 128 * sums). `sums` are x's tiles.
+using Pair = uint16_t[2][512];  // A tiles of a strip's two halves
+
+// What `multiply_super` unpacks: of each superblock eight pairs of tiles, then that of the minima.
+template <int32_t KIND>
+static void unpack_supers(const uint8_t *strip, int64_t k, Pair *out) {
+    const Format &f = format_of(KIND);
+    const int64_t bytes = tile_bytes(f);
+    for (int64_t super = 0; super < k / (kSuper * kTile); super++, strip += super_bytes(f, kSuper)) {
+        const uint8_t *header = strip + f.super_header, *q = header + kSuper * f.tile_header;
+        for (int i = 0; i < kSuper; i++, q += 2 * bytes, header += f.tile_header, out++) {
+            unpack_scaled<KIND>(q, header, (*out)[0], q + kAhead);
+            unpack_scaled<KIND>(q + bytes, header + 16, (*out)[1], q + bytes + kAhead);
+        }
+        unpack_minima(strip + 128, (*out)[0]);
+        unpack_minima(strip + 256, (*out)[1]);
+        out++;
+    }
+}
+
+// `multiply` for Q4_K and Q5_K, superblock by superblock: c += D * products - M * (minima - 128 * sums). `sums` are x's tiles;
+// `ready` is what `unpack_supers` made, or null if each tile is unpacked on the way, which is faster when it is used once.
 template <int32_t KIND, int BLOCKS>
-static void multiply_super(const uint8_t *strip, int64_t k, const uint16_t *b, const uint16_t *sums, float (*c)[256]) {
-    alignas(64) uint16_t weights[2][2][512];
+static void multiply_super(const uint8_t *strip, const Pair *ready, int64_t k, const uint16_t *b, const uint16_t *sums,
+                           float (*c)[256]) {
+    alignas(64) Pair weights[2];
     alignas(64) float products[2 * BLOCKS][256], minima[2 * BLOCKS][256], d[32], m[32];
     const Format &f = format_of(KIND);
     const int64_t supers = k / (kSuper * kTile), bytes = tile_bytes(f), lines = super_bytes(f, kSuper) / 64;
@@ -216,7 +237,7 @@ static void multiply_super(const uint8_t *strip, int64_t k, const uint16_t *b, c
             _tile_zero(3);
         }
     };
-    auto use = [&](const uint16_t(*w)[512], const uint16_t *rows) {
+    auto use = [&](const Pair &w, const uint16_t *rows) {
         _tile_loadd(4, w[0], 64);
         _tile_loadd(5, w[1], 64);
         _tile_loadd(6, rows, 64);
@@ -261,10 +282,13 @@ static void multiply_super(const uint8_t *strip, int64_t k, const uint16_t *b, c
     };
     for (int64_t super = 0; super < supers; super++, strip += super_bytes(f, kSuper)) {
         const uint8_t *header = strip + f.super_header, *q = header + kSuper * f.tile_header;
+        const uint16_t *rows = b + super * kSuper * 512 * BLOCKS;
         for (int i = 0; i < kSuper; i++, q += 2 * bytes, header += f.tile_header) {
-            const uint8_t *ahead = strip + kAhead + lines * i / kSuper * 64;
-            unpack_scaled<KIND>(q, header, weights[i & 1][0], ahead);
-            unpack_scaled<KIND>(q + bytes, header + 16, weights[i & 1][1], ahead + lines / (2 * kSuper) * 64);
+            if (ready == nullptr) {
+                const uint8_t *ahead = strip + kAhead + lines * i / kSuper * 64;
+                unpack_scaled<KIND>(q, header, weights[i & 1][0], ahead);
+                unpack_scaled<KIND>(q + bytes, header + 16, weights[i & 1][1], ahead + lines / (2 * kSuper) * 64);
+            }
             if (i == 0) {
                 if (super > 0) settle(super - 1);
                 for (int half = 0; half < 2; half++) {
@@ -274,16 +298,19 @@ static void multiply_super(const uint8_t *strip, int64_t k, const uint16_t *b, c
                 asm volatile("" ::: "memory");
                 clear();
             } else {
-                use(weights[(i - 1) & 1], b + (super * kSuper + i - 1) * 512 * BLOCKS);
+                use(ready == nullptr ? weights[(i - 1) & 1] : ready[i - 1], rows + (i - 1) * 512 * BLOCKS);
             }
         }
-        // The eighth pair of tiles is in the second buffer, so the first is free.
-        unpack_minima(strip + 128, weights[0][0]);
-        unpack_minima(strip + 256, weights[0][1]);
-        use(weights[1], b + (super * kSuper + kSuper - 1) * 512 * BLOCKS);
+        if (ready == nullptr) {
+            // The eighth pair of tiles is in the second buffer, so the first is free.
+            unpack_minima(strip + 128, weights[0][0]);
+            unpack_minima(strip + 256, weights[0][1]);
+        }
+        use(ready == nullptr ? weights[1] : ready[kSuper - 1], rows + (kSuper - 1) * 512 * BLOCKS);
         store(products);
         clear();
-        use(weights[0], sums + super * 512 * BLOCKS);
+        use(ready == nullptr ? weights[0] : ready[kSuper], sums + super * 512 * BLOCKS);
+        if (ready != nullptr) ready += kSuper + 1;
         store(minima);
     }
     settle(supers - 1);
@@ -303,29 +330,50 @@ static void finish_tiles(const Product &p, float (*c)[256], int64_t rows, int64_
     for (int64_t i = 0; i < rows; i++) finish(p, acc[i], row + i, column, outputs);
 }
 
+// The products of one strip. More than 32 rows take it in turns, unpacked once for all.
+template <int32_t KIND>
+static void multiply_strip(Member &member, const Product &p, const Matrix &m, const uint8_t *data, int64_t column,
+                           int64_t outputs) {
+    constexpr bool kSupers = KIND == Q4_K || KIND == Q5_K;
+    const int64_t tiles = round_up(m.k, kTile) / kTile, supers = round_up(tiles, kSuper) / kSuper;
+    alignas(64) float c[4][256];
+    Pair *ready = nullptr;
+    if (p.rows > 32 && KIND != BF16) {
+        ready = static_cast<Pair *>(member.scratch(0, (tiles + supers) * sizeof(Pair)));
+        if constexpr (kSupers) {
+            unpack_supers<KIND>(data, m.k, ready);
+        } else {
+            unpack_strip<KIND>(data, m.k, ready[0][0]);
+        }
+    }
+    for (int64_t row = 0; row < p.rows; row += 32) {
+        const int64_t rows = p.rows - row < 32 ? p.rows - row : 32;
+        const uint16_t *b = p.packed + row / 32 * tiles * 1024;
+        if constexpr (kSupers) {
+            const uint16_t *sums = sums_of(p, m.k) + row / 32 * supers * 1024;
+            rows <= 16 ? multiply_super<KIND, 1>(data, ready, m.k, b, sums, c)
+                       : multiply_super<KIND, 2>(data, ready, m.k, b, sums, c);
+        } else if (ready != nullptr) {
+            // What was unpacked is a strip of BF16.
+            const uint8_t *strip = reinterpret_cast<const uint8_t *>(ready);
+            rows <= 16 ? multiply<BF16, 1>(strip, m.k, b, c) : multiply<BF16, 2>(strip, m.k, b, c);
+        } else {
+            rows <= 16 ? multiply<KIND, 1>(data, m.k, b, c) : multiply<KIND, 2>(data, m.k, b, c);
+        }
+        finish_tiles(p, c, rows, row, column, outputs);
+    }
+}
+
 static void matmul(Member &member, const Product &p) {
     configure_tiles();
     pack_rows(member, p, p.matrices[0].k);
-    const int64_t tiles = round_up(p.matrices[0].k, kTile) / kTile;
     const Strips strips(p, member.count);
     strips.share(member, [&](int64_t strip) {
         int64_t column;
         const Matrix &m = strips.find(strip, column);
         const uint8_t *data = m.data + strip * strip_bytes(format_of(m.kind), m.k);
-        alignas(64) float c[4][256];
         for_kind(m.kind, [&]<int32_t KIND>() {
-            for (int64_t row = 0; row < p.rows; row += 32) {
-                const int64_t rows = p.rows - row < 32 ? p.rows - row : 32;
-                const uint16_t *b = p.packed + row / 32 * tiles * 1024;
-                if constexpr (KIND == Q4_K || KIND == Q5_K) {
-                    const uint16_t *sums = sums_of(p, m.k) + row / 32 * (round_up(tiles, kSuper) / kSuper) * 1024;
-                    rows <= 16 ? multiply_super<KIND, 1>(data, m.k, b, sums, c)
-                               : multiply_super<KIND, 2>(data, m.k, b, sums, c);
-                } else {
-                    rows <= 16 ? multiply<KIND, 1>(data, m.k, b, c) : multiply<KIND, 2>(data, m.k, b, c);
-                }
-                finish_tiles(p, c, rows, row, column + strip * 32, outputs_of(m, strip));
-            }
+            multiply_strip<KIND>(member, p, m, data, column + strip * 32, outputs_of(m, strip));
         });
     });
 }

@@ -13,7 +13,7 @@ static void matmul(Member &member, const Product &p) {
         float w[kTile * kStrip];
         for (int64_t i = 0; i < p.rows * 32; i++) acc[i] = 0.0f;
         for (int64_t tile = 0; tile < tiles; tile++) {
-            unpack_plain(f, m.kind, m.k, data, tile, w);
+            unpack_plain(m.kind, m.k, data, tile, 0, kStrip, w);
             for (float &value : w) value = from_bf16(to_bf16(value));
             const int64_t there = m.k - tile * kTile < kTile ? m.k - tile * kTile : kTile;
             for (int64_t row = 0; row < p.rows; row++) {

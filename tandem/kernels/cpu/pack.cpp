@@ -170,13 +170,14 @@ void pack(int32_t kind, int64_t k, const uint8_t *const *rows, int64_t first, in
     }
 }
 
-void unpack_plain(const Format &f, int32_t kind, int64_t k, const uint8_t *strip, int64_t tile, float *out) {
+void unpack_plain(int32_t kind, int64_t k, const uint8_t *strip, int64_t tile, int first, int last, float *out) {
+    const Format &f = format_of(kind);
     const int64_t tiles = round_up(k, kTile) / kTile;
     const uint8_t *super = strip + tile / kSuper * super_bytes(f, kSuper);
     const int64_t in_super = tiles - tile / kSuper * kSuper < kSuper ? tiles % kSuper : kSuper;
     const uint8_t *own = super + f.super_header + tile % kSuper * f.tile_header;
     const uint8_t *pair = super + f.super_header + in_super * f.tile_header + tile % kSuper * 2 * tile_bytes(f);
-    for (int row = 0; row < kStrip; row++) {
+    for (int row = first; row < last; row++) {
         const uint8_t *integers = pair + row / 16 * tile_bytes(f);
         if (kind == BF16) {
             for (int i = 0; i < kTile; i++) {

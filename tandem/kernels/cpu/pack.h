@@ -75,8 +75,9 @@ static constexpr int64_t strip_bytes(const Format &f, int64_t k) {
 // of zeros; there are as many entries as the strips have rows.
 void pack(int32_t kind, int64_t k, const uint8_t *const *rows, int64_t first, int64_t last, uint8_t *out);
 
-// The values of tile pair `tile` of a strip, as f32 before they are rounded to bf16: out[32 inputs][32 rows].
-void unpack_plain(const Format &f, int32_t kind, int64_t k, const uint8_t *strip, int64_t tile, float *out);
+// The values of rows first .. last - 1 of tile pair `tile` of a strip, as f32 before they are rounded to bf16:
+// out[32 inputs][32 rows].
+void unpack_plain(int32_t kind, int64_t k, const uint8_t *strip, int64_t tile, int first, int last, float *out);
 
 static constexpr float from_bf16(uint16_t value) { return std::bit_cast<float>(uint32_t(value) << 16); }
 
