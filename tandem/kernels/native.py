@@ -22,8 +22,8 @@ from torch import Tensor
 from tandem.kernels.attention import AttentionPlan
 from tandem.kernels.memory import Arena
 
-__all__ = ["KINDS", "LayerStruct", "MatrixStruct", "ModelStruct", "Packed", "attend", "forward", "matmul", "missing"]
-__all__ += ["pack", "path", "paths", "read", "unpack", "use"]
+__all__ = ["KINDS", "LayerStruct", "MatrixStruct", "ModelStruct", "Packed", "attend", "draw", "forward", "matmul"]
+__all__ += ["missing", "pack", "path", "paths", "present", "read", "unpack", "use"]
 
 _Q = GGMLQuantizationType
 KINDS = (_Q.BF16, _Q.Q4_0, _Q.Q4_1, _Q.Q5_0, _Q.Q5_1, _Q.Q8_0, _Q.Q4_K, _Q.Q5_K, _Q.Q6_K)
@@ -111,6 +111,15 @@ class _Pass(Structure):
     )
 
 
+class _Draw(Structure):
+    _fields_ = (
+        ("logits", c_void_p),
+        *((name, c_int64) for name in ("stride", "rows", "vocab")),
+        ("keys", c_void_p),
+        ("greedy", c_void_p),
+    )
+
+
 def missing() -> str | None:
     """Why there are no native kernels; None if there are."""
     spec = importlib.util.find_spec("tandem.kernels._cpu")
@@ -151,6 +160,12 @@ def _numbers() -> dict[str, int]:
 def paths() -> list[str]:
     """Instruction sets that the library has code for and this processor runs, the fastest first."""
     return [] if missing() is not None else list(_numbers())
+
+
+@cache
+def present() -> bool:
+    """Whether there are native kernels, asked on every step."""
+    return bool(paths())
 
 
 _used: str | None = None
@@ -310,6 +325,20 @@ def forward(
     )
     _check(_library().tandem_forward(_team(), _number(), byref(model), byref(step)))
     return hidden
+
+
+def draw(logits: Tensor, keys: Tensor | None, greedy: Tensor) -> Tensor:
+    """`tandem.kernels.noise.draw` over float32 logits. What is no number is drawn only where nothing else is."""
+    if logits.stride(-1) != 1:
+        logits = logits.contiguous()
+    rows, vocab = logits.shape
+    keys = None if keys is None else keys.contiguous()
+    greedy = greedy.contiguous()
+    tokens = torch.empty(rows, dtype=torch.int64)
+    pointer = None if keys is None else keys.data_ptr()
+    wanted = _Draw(logits.data_ptr(), logits.stride(0), rows, vocab, pointer, greedy.data_ptr())
+    _check(_library().tandem_draw(_team(), _number(), byref(wanted), c_void_p(tokens.data_ptr())))
+    return tokens
 
 
 def read(data: Tensor) -> None:

@@ -29,7 +29,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-__all__ = ["ACCEPT", "DRAFT", "RESIDUAL", "TARGET", "gumbel", "key", "uniform"]
+from tandem.kernels import native
+
+__all__ = ["ACCEPT", "DRAFT", "RESIDUAL", "TARGET", "draw", "gumbel", "key", "uniform"]
 
 TARGET: Final = 1
 DRAFT: Final = 2
@@ -86,6 +88,26 @@ def gumbel(keys: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
             _open_unit_(_mix_(state, scratch), block)
             block.neg_().log1p_().neg_().log_().neg_()
     return out
+
+
+def draw(logits: Tensor, keys: Tensor | None, greedy: Tensor) -> Tensor:
+    """One token per row: argmax(logits + g), which has the law softmax(logits) (Gumbel 1954); the first of equal ones.
+
+    Args:
+        logits: [K, V].
+        keys: [K] int64, one noise sequence per row; None: every row is greedy.
+        greedy: [K] bool, rows that take g = 0.
+
+    Returns:
+        [K] int64. Where a row's logits are no numbers, some token.
+    """
+    if logits.device.type == "cpu" and logits.dtype == torch.float32 and native.present():
+        return native.draw(logits, keys, greedy)
+    if keys is not None:
+        noise = gumbel(keys, logits.shape[-1], logits.dtype)
+        noise *= ~greedy[:, None]
+        logits = noise.add_(logits)
+    return logits.max(-1).indices  # faster than argmax
 
 
 def _mix_(state: Tensor, scratch: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 from tandem.cache.pool import Pool
 from tandem.engine.batch import Batch
 from tandem.errors import LoadError
+from tandem.kernels import native
 from tandem.kernels.attention import attend
 from tandem.kernels.linear import Linear
 from tandem.kernels.norm import RMSNorm
@@ -68,6 +69,9 @@ class Decoder:
         self.config = config
         self.dtype = dtype
         self.device = device
+        # In float64, and on other devices, the twin.
+        on_kernels = dtype == torch.float32 and device.type == "cpu" and bool(native.paths())
+        self._attend = native.attend if on_kernels else attend
         self._rope = Rope(config.rope, config.head_dim, config.max_position, device)
         self._embedding = weights.take(_EMBEDDING, config.vocab, config.hidden)
         self._layers = [_load_layer(weights, config, i) for i in range(config.layers)]
@@ -118,7 +122,7 @@ class Decoder:
             qk = layer.head_norm(qk)
         q, k = rotate(widen(qk), *rotation).split((heads, kv_heads), 1)
         pool.write(index, batch.slots, k, v)
-        return attend(q, pool.layer(index), batch.attention, layer.window).to(self.dtype)
+        return self._attend(q, pool.layer(index), batch.attention, layer.window).to(self.dtype)
 
 
 def _load_layer(weights: Weights, config: ModelConfig, index: int) -> _Layer:

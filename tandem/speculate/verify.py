@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 from tandem.cache.rows import Rows
 from tandem.config import EngineConfig
 from tandem.errors import InvalidValue
-from tandem.kernels.noise import ACCEPT, DRAFT, RESIDUAL, TARGET, gumbel, key, uniform
+from tandem.kernels.noise import ACCEPT, DRAFT, RESIDUAL, TARGET, draw, key, uniform
 from tandem.speculate.draft import Draft, Verdict
 from tandem.speculate.law import Needs, probabilities
 
@@ -83,13 +83,10 @@ class Noise:
         return cls(rows.seed[row], rows.known[row], rows.temperature[row] == 0, needs.sampled)
 
     def choose(self, logits: Tensor, stream: int, depth: Tensor) -> Tensor:
-        """argmax(logits + g), which has the law softmax(logits) (Gumbel 1954); greedy rows take g = 0."""
-        if self.sampled:
-            keys = self._keys(stream, depth).flatten()
-            noise = gumbel(keys, logits.shape[-1], logits.dtype).view_as(logits)
-            noise *= ~self.greedy[:, None, None]
-            logits = noise.add_(logits)
-        return logits.max(-1).indices  # the first of equal ones, and faster than argmax
+        """The tokens of `tandem.kernels.noise.draw`, by the noise of each row's seed."""
+        keys = self._keys(stream, depth).flatten() if self.sampled else None
+        greedy = self.greedy[:, None].expand_as(depth).flatten()
+        return draw(logits.flatten(0, 1), keys, greedy).view_as(depth)
 
     def accept(self, p: Tensor, q: Tensor, depth: Tensor) -> Tensor:
         """u * q < p: no division, and False where p is not a number."""

@@ -125,7 +125,7 @@ def test_logits_agree_with_transformers():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_speculation_changes_no_token(dtype, options):
     plain = answers(llm_of(Drafting.none(), dtype), 32, **options)
-    for drafting, least in ((Drafting.lookup(), 0.01), (Drafting.draft_model(disturbed(dtype)), 0.3)):
+    for drafting, least in ((Drafting.lookup(), 0.01), (Drafting.draft_model(disturbed(dtype)), 0.1)):
         ours = answers(llm_of(drafting, dtype), 32, **options)
         assert [o.token_ids for o in ours] == [p.token_ids for p in plain]
         drafted, accepted = (sum(getattr(o.speculation, f) for o in ours) for f in ("drafted", "accepted"))

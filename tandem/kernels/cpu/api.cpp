@@ -50,6 +50,14 @@ const Kernels *find(int path) {
     return nullptr;
 }
 
+Best draw(int path, const Draw &d, int64_t row, int64_t block) {
+#if defined(TANDEM_X86)
+    if (path < 2) return draw_avx512(d, row, block);
+    if (path == 2) return draw_avx2(d, row, block);
+#endif
+    return draw_portable(d, row, block);
+}
+
 template <class Body>
 int guarded(const Body &body) {
     try {
@@ -137,6 +145,20 @@ int tandem_forward(void *team, int path, const Model *model, const Pass *pass) {
     return guarded([&] {
         space.fit(*model, pass->count);
         static_cast<Team *>(team)->run([&](Member &member) { find(path)->forward(member, *model, *pass, space); });
+    });
+}
+
+int tandem_draw(void *team, int path, const Draw *d, int64_t *tokens) {
+    return guarded([&] {
+        const int64_t blocks = round_up(d->vocab, kDrawn) / kDrawn;
+        std::unique_ptr<Best[]> best(new Best[d->rows * blocks]);
+        static_cast<Team *>(team)->run([&](Member &member) {
+            for (int64_t i; (i = member.take()) < d->rows * blocks;) best[i] = draw(path, *d, i / blocks, i % blocks);
+        });
+        for (int64_t row = 0; row < d->rows; row++) {
+            const Best *first = best.get() + row * blocks;
+            tokens[row] = std::max_element(first, first + blocks, [](Best a, Best b) { return a.sum < b.sum; })->token;
+        }
     });
 }
 }

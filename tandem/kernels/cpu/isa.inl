@@ -32,6 +32,7 @@ namespace {
 #include "attention_plain.inl"
 #endif
 #include "forward.inl"
+#include "noise.inl"
 
 static void unpack(int32_t kind, int64_t k, const uint8_t *strip, uint16_t *out) {
 #if defined(TANDEM_AMX) || defined(TANDEM_AVX512)
@@ -48,4 +49,13 @@ static void unpack(int32_t kind, int64_t k, const uint8_t *strip, uint16_t *out)
 }
 
 }  // namespace
+
+#if defined(TANDEM_AVX512)
+Best draw_avx512(const Draw &d, int64_t row, int64_t block) { return draw(d, row, block); }
+#elif defined(__AVX2__) && !defined(TANDEM_AMX)
+Best draw_avx2(const Draw &d, int64_t row, int64_t block) { return draw(d, row, block); }
+#elif !defined(TANDEM_AMX)
+Best draw_portable(const Draw &d, int64_t row, int64_t block) { return draw(d, row, block); }
+#endif
+
 }  // namespace tandem

@@ -87,6 +87,21 @@ struct Pass {
     Sight sight;
 };
 
+// Tokens to draw, one per row: the first greatest of logits plus the noise of the row's key.
+struct Draw {
+    const float *logits;  // [rows, stride], vocab of them used
+    int64_t stride, rows, vocab;
+    const uint64_t *keys;   // [rows], or null: no row has noise
+    const uint8_t *greedy;  // [rows], 1: without noise
+};
+
+// Tokens are drawn in blocks of so many. Of equal sums the lowest token is the best.
+constexpr int64_t kDrawn = 4096;
+struct Best {
+    float sum;
+    int32_t token;
+};
+
 // The functions of one instruction set.
 struct Kernels {
     const char *name;
@@ -104,5 +119,10 @@ const Kernels *kernels_amx();
 const Kernels *kernels_avx512();
 const Kernels *kernels_avx2();
 const Kernels *kernels_portable();
+
+// The best token of one block of a row, by instruction set; AMX has nothing to add to AVX-512's.
+Best draw_avx512(const Draw &, int64_t row, int64_t block);
+Best draw_avx2(const Draw &, int64_t row, int64_t block);
+Best draw_portable(const Draw &, int64_t row, int64_t block);
 
 }  // namespace tandem
