@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt CMakeLists.txt $(wildcard tandem/kernels/cpu/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed: make PYTHON=python3.12 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
@@ -30,9 +30,9 @@ suite: setup
 	$(BIN)/tandem pull smollm2-135m
 	$(BIN)/python -m pytest
 
-# The real-text check at full size: make nightly DATA=folder-of-prompt-files
+# The real-text check at full size, 200,000 tokens: make nightly DATA=folder-of-prompt-files
 nightly: setup
-	$(BIN)/python tools/real_text.py --prompts 500 --data "$(DATA)"
+	$(BIN)/python tools/real_text.py --data "$(DATA)"
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -29,7 +29,7 @@ from tandem.errors import InvalidValue
 from tandem.llm import LLM
 from tandem.sampling import SamplingParams
 
-__all__ = ["Figures", "Mode", "Runs", "Sample", "Tick", "ask", "figures", "interleave", "parse_modes"]
+__all__ = ["Figures", "Mode", "Runs", "Sample", "Tick", "ask", "figures", "interleave", "parse_modes", "ratio"]
 
 Tick = Callable[[int, int], None]
 """Called with the answers that are done and the answers in all."""
@@ -167,16 +167,17 @@ def figures(samples: Sequence[Sequence[Sample]]) -> Figures:
     return Figures(
         prompts=len(samples),
         tokens=sum(len(s.tokens) for s in firsts),
-        tokens_per_second=_ratio(sum(decoded), sum(seconds)),
-        mean_per_second=_ratio(sum(map(_ratio, decoded, seconds)), len(samples)),
+        tokens_per_second=ratio(sum(decoded), sum(seconds)),
+        mean_per_second=ratio(sum(map(ratio, decoded, seconds)), len(samples)),
         first_token=median(s.first_token for repeats in samples for s in repeats),
         steps=steps,
-        tokens_per_step=_ratio(sum(decoded), steps),
-        drafted_per_step=_ratio(drafted, steps),
-        acceptance=_ratio(sum(s.accepted for s in firsts), drafted),
+        tokens_per_step=ratio(sum(decoded), steps),
+        drafted_per_step=ratio(drafted, steps),
+        acceptance=ratio(sum(s.accepted for s in firsts), drafted),
         depths=tuple(sum(a > d for a in accepts) / steps for d in range(max(accepts, default=0))),
     )
 
 
-def _ratio(part: float, whole: float) -> float:
+def ratio(part: float, whole: float) -> float:
+    """The share or rate; 0 where nothing was measured."""
     return part / whole if whole else 0.0

@@ -6,7 +6,6 @@ import json
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from rich.table import Table
 
 from tandem.bench import peer
-from tandem.bench.measure import Runs, Sample, figures
+from tandem.bench.measure import Runs, Sample, figures, ratio
 from tandem.bench.workload import Report
 from tandem.errors import InvalidValue, LoadError
 
@@ -60,6 +59,10 @@ class Peer:
     def __init__(self, rival: Rival, python: str) -> None:
         """Start the interpreter. Raises InvalidValue if there is none."""
         self.rival = rival
+        self.version = ""
+        self._prompts: Sequence[Sequence[int]] = ()
+        self._stops: list[int] = []
+        self._most = 0
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 -- closed in `close`
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
         try:
@@ -72,22 +75,23 @@ class Peer:
         context = max(map(len, prompts)) + max_tokens + 1
         asked = {"path": str(self.rival.path or path), "threads": torch.get_num_threads(), "context": context}
         self.version = str(self._call({"load": {**asked, "options": self.rival.options}})["version"])
-        self._prompts, self._stops, self._most = prompts, list(stops), 2
-        self.ask(0)
-        self._most = max_tokens
+        self._prompts, self._stops, self._most = prompts, list(stops), max_tokens
+        self._ask(0, 2)
 
     def ask(self, case: int) -> Sample:
         """Time the answer to a prompt, as the peer's own process sees it. Raises LoadError."""
-        asked = {"tokens": list(self._prompts[case]), "max_tokens": self._most, "stops": self._stops}
-        made = self._call({"answer": asked})
-        return Sample(tuple(made["tokens"]), 1, (), 0, 0, made["first_token"], made["decode"])
+        return self._ask(case, self._most)
 
     def close(self) -> None:
         """End the process, and with it the peer's memory."""
         self._process.kill()
-        with suppress(OSError):  # what was not yet written has no reader any more
-            self._process.__exit__(None, None, None)
+        self._process.communicate()
         self._errors.close()
+
+    def _ask(self, case: int, most: int) -> Sample:
+        asked = {"tokens": list(self._prompts[case]), "max_tokens": most, "stops": self._stops}
+        made = self._call({"answer": asked})
+        return Sample(tuple(made["tokens"]), 1, (), 0, 0, made["first_token"], made["decode"])
 
     def _call(self, request: Mapping[str, Any]) -> Report:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -112,7 +116,7 @@ def add_peers(report: Report, runs: Runs, peers: Mapping[str, Peer], left_out: M
     for name, rival in peers.items():
         made = figures(runs[name])
         rate = made.tokens_per_second
-        ratios = {mode: own["tokens_per_second"] / rate if rate else 0.0 for mode, own in report["modes"].items()}
+        ratios = {mode: ratio(own["tokens_per_second"], rate) for mode, own in report["modes"].items()}
         kept = {key: getattr(made, key) for key in ("tokens", "tokens_per_second", "mean_per_second", "first_token")}
         report["peers"][name] = {"version": rival.version, **kept, "ratios": ratios}
         for item, samples in zip(report["items"], runs[name], strict=True):
@@ -125,7 +129,7 @@ def peers_table(report: Report) -> Table:
     for heading in ("tok/s", "1st token", *report["modes"]):
         table.add_column(heading, justify="right", overflow="fold")
     for name, made in report["peers"].items():
-        ratios = (f"{ratio:.2f}" for ratio in made["ratios"].values())
+        ratios = (f"{times:.2f}" for times in made["ratios"].values())
         first = f"{made['first_token'] * 1e3:.0f} ms"
         table.add_row(name, made["version"], f"{made['tokens_per_second']:.1f}", first, *ratios)
     return table

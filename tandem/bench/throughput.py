@@ -21,7 +21,7 @@ from statistics import median
 
 from rich.table import Table
 
-from tandem.bench.measure import Mode, Tick, interleave
+from tandem.bench.measure import Mode, Tick, interleave, ratio
 from tandem.bench.plot import save_plot
 from tandem.bench.prompts import Item
 from tandem.bench.workload import Report, Workload, describe, prepare, verdict
@@ -127,8 +127,8 @@ def throughput_report(
         modes = {mode: _figures(runs[place]) for mode, runs in waves.items()}
         plain = next(iter(modes.values()))
         for each in modes.values():
-            each["ratio"] = _ratio(each["tokens_per_second"], plain["tokens_per_second"])
-            each["whole_ratio"] = _ratio(each["whole_per_second"], plain["whole_per_second"])
+            each["ratio"] = ratio(each["tokens_per_second"], plain["tokens_per_second"])
+            each["whole_ratio"] = ratio(each["whole_per_second"], plain["whole_per_second"])
         made.append({"concurrency": level, "modes": modes})
     differs = list(dict.fromkeys(_differences(waves, levels, workload.items)))
     output = verdict(differs, llm.config.rule, workload.params)
@@ -139,14 +139,14 @@ def _figures(repeats: Sequence[Sequence[Wave]]) -> Report:
     first = repeats[0]  # repeats differ in time only
     steps, drafted, accepted = (sum(getattr(w, name) for w in first) for name in ("steps", "drafted", "accepted"))
     tokens = sum(len(output) for w in first for output in w.outputs)
-    decode = [_ratio(sum(w.decoded for w in r), sum(w.seconds - w.first_token for w in r)) for r in repeats]
+    decode = [ratio(sum(w.decoded for w in r), sum(w.seconds - w.first_token for w in r)) for r in repeats]
     return {
         "tokens": tokens,
         "tokens_per_second": median(decode),
-        "whole_per_second": median(_ratio(tokens, sum(w.seconds for w in r)) for r in repeats),
+        "whole_per_second": median(ratio(tokens, sum(w.seconds for w in r)) for r in repeats),
         "first_token": median(w.first_token for r in repeats for w in r),
-        "tokens_per_step": _ratio(tokens, steps),
-        "acceptance": _ratio(accepted, drafted),
+        "tokens_per_step": ratio(tokens, steps),
+        "acceptance": ratio(accepted, drafted),
     }
 
 
@@ -188,7 +188,3 @@ def plot_throughput(report: Report, file: Path) -> None:
         for mode in levels[0]["modes"]
     }
     save_plot(file, f"{report['model']}: decoding", "requests at once", "tokens/s, all together", curves)
-
-
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tandem.bench.measure import Mode, Runs, Sample, Tick, ask, figures, interleave
+from tandem.bench.measure import Mode, Runs, Sample, Tick, ask, figures, interleave, ratio
 from tandem.bench.prompts import Item
 from tandem.errors import InvalidValue
 from tandem.llm import LLM
@@ -128,9 +128,7 @@ def summarise(runs: Runs) -> dict[str, Report]:
     """Each mode's figures, with `ratio`: its tokens per second over those of the first mode, plain decoding."""
     each = {mode: figures(samples) for mode, samples in runs.items()}
     plain = next(iter(each.values())).tokens_per_second
-    return {
-        mode: asdict(made) | {"ratio": made.tokens_per_second / plain if plain else 0.0} for mode, made in each.items()
-    }
+    return {mode: asdict(made) | {"ratio": ratio(made.tokens_per_second, plain)} for mode, made in each.items()}
 
 
 def agreement(runs: Runs, items: Sequence[Item], rule: str, params: SamplingParams) -> Report:

@@ -10,26 +10,26 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
-from gguf import GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from tandem.kernels.attention import AttentionPlan
 from tandem.kernels.memory import Arena
 
 __all__ = ["KINDS", "LayerStruct", "MatrixStruct", "ModelStruct", "Packed", "attend", "draw", "forward", "matmul"]
-__all__ += ["missing", "pack", "path", "paths", "present", "read", "unpack", "use"]
+__all__ += ["missing", "pack", "path", "paths", "read", "use"]
 
 _Q = GGMLQuantizationType
 KINDS = (_Q.BF16, _Q.Q4_0, _Q.Q4_1, _Q.Q5_0, _Q.Q5_1, _Q.Q8_0, _Q.Q4_K, _Q.Q5_K, _Q.Q6_K)
 """Formats of packed weights, by the library's number."""
 
-_STRIP, _TILE = 32, 32
+_STRIP = 32
 
 
 class MatrixStruct(Structure):
@@ -120,11 +120,12 @@ class _Draw(Structure):
     )
 
 
+@cache
 def missing() -> str | None:
     """Why there are no native kernels; None if there are."""
     spec = importlib.util.find_spec("tandem.kernels._cpu")
     if spec is None or spec.origin is None:
-        return "not built: no C++ compiler was found when the package was installed"
+        return "not built: at installation there was no C++ compiler, or the kernels did not compile"
     try:
         ctypes.CDLL(spec.origin)
     except OSError as error:
@@ -142,6 +143,7 @@ def _library() -> Any:
     library.tandem_path.restype = c_char_p
     library.tandem_team.restype = c_void_p
     library.tandem_packed_bytes.restype = c_int64
+    library.tandem_read.restype = c_uint64
     return library
 
 
@@ -162,12 +164,6 @@ def paths() -> list[str]:
     return [] if missing() is not None else list(_numbers())
 
 
-@cache
-def present() -> bool:
-    """Whether there are native kernels, asked on every step."""
-    return bool(paths())
-
-
 _used: str | None = None
 
 
@@ -180,7 +176,7 @@ def use(name: str | None) -> None:
 
 def path() -> str:
     """The instruction set in use."""
-    return _used or paths()[0]
+    return _used or next(iter(_numbers()))
 
 
 def _number() -> c_int32:
@@ -231,6 +227,8 @@ def pack(kind: GGMLQuantizationType, k: int, parts: Sequence[Tensor], arena: Are
         arena: where it is put.
         interleave: if given, so many rows of each part in turn; a part that ends early is filled up with zeros.
     """
+    weights, size = (1, 2) if kind == _Q.BF16 else GGML_QUANT_SIZES[kind]
+    assert all(part.shape[1] * weights == k * size and part.stride(1) == 1 for part in parts)
     addresses = [part.data_ptr() + torch.arange(len(part), dtype=torch.int64) * part.stride(0) for part in parts]
     if interleave:
         most = -(-max(len(a) for a in addresses) // interleave) * interleave
@@ -247,17 +245,9 @@ def pack(kind: GGMLQuantizationType, k: int, parts: Sequence[Tensor], arena: Are
     return Packed(kind, n, k, data)
 
 
-def unpack(packed: Packed) -> Tensor:
-    """[n, k] bfloat16: the weights as the path in use multiplies with them."""
-    tiles = -(-packed.k // _TILE)
-    strips = -(-packed.n // _STRIP)
-    out = torch.empty(strips, tiles, _STRIP, _TILE, dtype=torch.bfloat16)
-    _library().tandem_unpack(_number(), byref(packed.struct), c_void_p(out.data_ptr()))
-    return out.transpose(1, 2).reshape(strips * _STRIP, tiles * _TILE)[: packed.n, : packed.k]
-
-
 def matmul(x: Tensor, weights: Sequence[Packed], bias: Tensor | None = None) -> Tensor:
     """x [T, K] bfloat16 times the weights [N, K], side by side: [T, sum of N] float32, `bias` of that width added."""
+    assert x.dtype == torch.bfloat16 and all(w.k == x.shape[1] for w in weights)
     x = x.contiguous()
     outputs = sum(w.n for w in weights)
     y = torch.empty(x.shape[0], outputs)
@@ -274,6 +264,7 @@ def attend(q: Tensor, kv: Tensor, plan: AttentionPlan, window: int | None) -> Te
     """`tandem.kernels.attention.attend` over KV of bfloat16 or float32; padding tokens hold zeros."""
     tokens, heads, head_dim = q.shape
     _, kv_heads, num_pages, page_size, _ = kv.shape
+    assert kv.dtype in (torch.bfloat16, torch.float32) and kv.is_contiguous()
     q = (q.float() * head_dim**-0.5).contiguous()
     out = torch.zeros(tokens, heads * head_dim, dtype=kv.dtype)
     attention = _Attention(
@@ -341,9 +332,10 @@ def draw(logits: Tensor, keys: Tensor | None, greedy: Tensor) -> Tensor:
     return tokens
 
 
-def read(data: Tensor) -> None:
-    """Read memory once, with all threads, as fast as it goes."""
-    _library().tandem_read(_team(), c_void_p(data.data_ptr()), c_int64(data.nbytes))
+def read(data: Tensor) -> int:
+    """Read memory once, with all threads, as fast as it goes. Returns the sum of its 64-bit words modulo 2^64, but for
+    a rest that the threads cannot share evenly."""
+    return _library().tandem_read(_team(), c_void_p(data.data_ptr()), c_int64(data.nbytes))
 
 
 def _sight(plan: AttentionPlan) -> tuple[_Sight, list[Tensor]]:

@@ -101,7 +101,7 @@ def draw(logits: Tensor, keys: Tensor | None, greedy: Tensor) -> Tensor:
     Returns:
         [K] int64. Where a row's logits are no numbers, some token.
     """
-    if logits.device.type == "cpu" and logits.dtype == torch.float32 and native.present():
+    if logits.device.type == "cpu" and logits.dtype == torch.float32 and native.missing() is None:
         return native.draw(logits, keys, greedy)
     if keys is not None:
         noise = gumbel(keys, logits.shape[-1], logits.dtype)

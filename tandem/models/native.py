@@ -62,7 +62,7 @@ class NativeDecoder:
         self._struct = ModelStruct(
             layers=self._layers,
             norm=norm,
-            embedding=embedding.struct,
+            embedding=self._hold(embedding),
             layer_count=config.layers,
             hidden=config.hidden,
             heads=config.heads,
@@ -96,6 +96,11 @@ class NativeDecoder:
         """[K, H] hidden states of any K positions -> [K, outputs] float32, sums that were never rounded."""
         return native.matmul(hidden, [self._head])
 
+    def _hold(self, packed: Packed) -> MatrixStruct:
+        """Keep the memory, and return the struct that points to it."""
+        self._kept.append(packed.data)
+        return packed.struct
+
     def _floats(self, tensor: Tensor) -> int:
         """Keep a copy in float32, and return its address."""
         self._kept.append(tensor.to(torch.float32, copy=True).contiguous())
@@ -113,9 +118,7 @@ class NativeDecoder:
             if not runs or runs[-1][0] != kind:
                 runs.append((kind, []))
             runs[-1][1].append(rows)
-        packed = [native.pack(kind, columns, part, self._arena, interleave) for kind, part in runs]
-        self._kept += [part.data for part in packed]
-        return packed
+        return [native.pack(kind, columns, part, self._arena, interleave) for kind, part in runs]
 
     def _layer(self, weights: Weights, index: int) -> LayerStruct:
         config, prefix = self.config, f"model.layers.{index}."
@@ -141,15 +144,15 @@ class NativeDecoder:
             head_norm = self._floats(torch.cat((q_norm, k_norm)))
         return LayerStruct(
             attention_norm=self._floats(weights.take(f"{prefix}input_layernorm.weight", config.hidden)),
-            qkv=(MatrixStruct * 3)(*(part.struct for part in qkv)),
+            qkv=(MatrixStruct * 3)(*(self._hold(part) for part in qkv)),
             qkv_count=len(qkv),
             qkv_bias=bias,
             head_norm=head_norm,
-            out=out.struct,
+            out=self._hold(out),
             out_bias=out_bias,
             mlp_norm=self._floats(weights.take(f"{prefix}post_attention_layernorm.weight", config.hidden)),
-            gate_up=both.struct,
-            down=down.struct,
+            gate_up=self._hold(both),
+            down=self._hold(down),
             window=config.sliding_window[index] or 0,
         )
 

@@ -112,11 +112,10 @@ class Weights:
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A tensor's values, at the width they are kept in."""
-        tensor = self._tensor(name, shape)
-        _, narrow = self._narrow(name)
-        if narrow is None or len(shape) != 2 or shape[1] % _BLOCK:
-            return tensor
-        return dequantize(_quantise(tensor, narrow), narrow)
+        if len(shape) != 2 or self._width not in _NARROW:
+            return self._tensor(name, shape)
+        kind, rows = self.stored(name, *shape)
+        return dequantize(rows, kind)
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         tensor = self._checkpoint.tensor(self._find(name, shape))

@@ -79,7 +79,8 @@ class Costs:
 
 @torch.inference_mode()
 def measure(target: Runner, draft: Runner | None, rows: Rows, clock: Clock) -> Costs:
-    """Time passes of both models over the scratch row, for about two seconds at most."""
+    """Time passes of both models over the scratch row: up to three curves of 0.8 seconds each, beside
+    their warm-up passes and the pass that has begun when a curve's time ends."""
     free = Curve({1: 0.0})
     return Costs(
         target=_curve(lambda n: _run(target, rows, n, n), _SIZES, clock),

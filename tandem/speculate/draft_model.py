@@ -27,10 +27,9 @@ if TYPE_CHECKING:
     from tandem.engine.step import Decoding, Seen
     from tandem.request import Request
 
-__all__ = ["CHUNK", "DraftModel"]
+__all__ = ["DraftModel"]
 
-CHUNK = 512
-"""Most tokens of a request that are run over in one step."""
+_CHUNK = 512  # most tokens of a request that are run over in one step
 
 
 class DraftModel:
@@ -56,7 +55,7 @@ class DraftModel:
 
     def reach(self, request: Request, end: int) -> int:
         """Wants all, a long text in chunks."""
-        return min(end, request.observed + CHUNK) if request.quota else request.observed
+        return min(end, request.observed + _CHUNK) if request.quota else request.observed
 
     def _chains(self, decoding: Decoding, carry: Tensor) -> Draft:
         """Draw as the rule asks, from the draft's law shaped by the request's own sampling options."""

@@ -131,11 +131,15 @@ class Adaptive:
         return draft
 
     def reach(self, request: Request, end: int) -> int:
-        """As far as the model wants, if it is worth running for this request; else nothing more."""
+        """As far as the model wants, if it is worth running for this request; else nothing more. A model that was never
+        tested begins its trial with the first request that is asked about."""
         if self.model is None or request.quota == 0:
             return request.observed
-        if request.params.draft_tokens is None and not self._worth(request, request.limit - end - 1):
-            return request.observed
+        if request.params.draft_tokens is None:
+            if self._trial is None and not self._tested:
+                self._trial = request
+            if not self._worth(request, request.limit - end - 1):
+                return request.observed
         return self.model.reach(request, end)
 
     def observe(self, seen: Seen, carry: Carry) -> Carry:
@@ -169,8 +173,6 @@ class Adaptive:
 
     def _worth(self, request: Request, left: int) -> bool:
         """Whether the model should see this request's text, when `left` tokens may still be drafted for it."""
-        if self._trial is None and not self._tested:
-            self._trial = request
         if request is self._trial:
             return left > 0
         return self._tested and self._kept > 0 and self._affords(request, left)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tandem.bench import roofline
 from tandem.bench.roofline import (
     PASS,
     ROWS,
+    last_level_cache,
     measure_passes,
     plot_roofline,
+    read_bandwidth,
     roofline_line,
     roofline_report,
     roofline_settings,
@@ -21,9 +25,12 @@ from tandem.bench.roofline import (
 )
 from tandem.config import EngineConfig
 from tandem.errors import InvalidValue
+from tandem.kernels import native
 from tandem.models.decoder import Decoder
+from tandem.models.load import model_of
 from tests.bench.fakes import Clock, Script, tiny_llm
 from tests.bench.matrices import Matrix
+from tests.exact.oracle import random_weights
 
 CONTEXT = 37
 
@@ -57,6 +64,17 @@ def test_shapes_are_told_apart_by_width_too():
     }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shapes_of_a_real_model_are_all_that_a_step_reads(dtype):
+    """In bfloat16 the native decoder's, where there are native kernels."""
+    weights = random_weights()
+    real = model_of(weights, dtype, torch.device("cpu"))
+    matrices = [matrix for group in shapes_of(real).values() for matrix in group]
+    assert sum(matrix.nbytes for matrix in matrices) == real.weight_bytes
+    expected = sum(t.numel() for name, t in weights.tensors.items() if t.dim() == 2 and "embed" not in name)
+    assert sum(math.prod(matrix.shape) for matrix in matrices) == expected
+
+
 def test_settings_give_every_row_pages_of_its_own():
     made = roofline_settings(EngineConfig(page_size=16), 256)
     assert (made.max_rows, made.max_length, made.kv_pages) == (64, 257, 1 + 64 * 17)
@@ -88,7 +106,7 @@ def test_passes_are_medians_over_rows_that_share_nothing(llm, clock, monkeypatch
 
     monkeypatch.setattr(Decoder, "forward", slow_forward)
     monkeypatch.setattr(Decoder, "logits", counted_logits)
-    monkeypatch.setattr(Decoder, "matrices", lambda self: model(clock).matrices(), raising=False)
+    monkeypatch.setattr(Decoder, "matrices", lambda self: model(clock).matrices())
     ticks = []
     times = measure_passes(llm, CONTEXT, 3, lambda *tick: ticks.append(tick))
     assert times.pop(PASS) == pytest.approx({str(rows): 0.010 + 0.001 * rows for rows in ROWS})
@@ -134,3 +152,57 @@ def test_the_report_by_hand(clock, monkeypatch):
     plot_roofline(report, Path("a.svg"))
     assert drawn[0]["forward and logits"] == pytest.approx({rows: 40 + rows for rows in ROWS})
     assert drawn[0]["bound"] == pytest.approx(dict.fromkeys(ROWS, 40))
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("32768K\n", 32 << 20), ("260M\n", 260 << 20), ("1G\n", 1 << 30), ("512\n", 512), (None, 0)]
+)
+def test_the_cache_as_the_system_tells_it(tmp_path, monkeypatch, text, size):
+    file = tmp_path / "size"
+    if text is not None:
+        file.write_text(text)
+    monkeypatch.setattr(roofline, "_CACHE", file)
+    assert last_level_cache() == size
+
+
+def small_buffers(monkeypatch, cache: int = 0) -> None:
+    monkeypatch.setattr(roofline, "_LEAST", 1 << 20)
+    monkeypatch.setattr(roofline, "_MOST", 4 << 20)
+    monkeypatch.setattr(roofline, "last_level_cache", lambda: cache)
+
+
+@pytest.mark.parametrize(("cache", "size"), [(0, 1 << 20), (3 << 19, 3 << 20), (1 << 30, 4 << 20)])
+def test_bandwidth_is_the_best_pass_over_twice_the_cache(clock, monkeypatch, cache, size):
+    passes = []
+
+    def read(values: torch.Tensor) -> int:
+        clock.now += (3.0, 0.5, 2.0)[len(passes)]
+        passes.append(values.nbytes)
+        return 0
+
+    small_buffers(monkeypatch, cache)
+    monkeypatch.setattr(native, "paths", lambda: ["portable"])
+    monkeypatch.setattr(native, "read", read)
+    assert read_bandwidth(repeats=3) == pytest.approx(size / 0.5)
+    assert passes == [size] * 3
+
+
+@pytest.mark.parametrize("paths", [native.paths(), []], ids=["native", "torch"])
+def test_bandwidth_of_this_machine_is_a_number(monkeypatch, paths):
+    small_buffers(monkeypatch)
+    monkeypatch.setattr(native, "paths", lambda: paths)
+    found = read_bandwidth(repeats=2)
+    assert found > 0 and math.isfinite(found)
+
+
+@pytest.mark.skipif(not native.paths(), reason=f"no native kernels: {native.missing()}")
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_native_reading_touches_every_byte(threads):
+    """As the sum of all words shows; its threads read four streams each, 64 bytes at a time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        data = torch.randint(256, (3 * 512 * threads * 4,), dtype=torch.uint8)
+        assert native.read(data) == int(data.view(torch.int64).sum()) % (1 << 64)
+    finally:
+        torch.set_num_threads(before)

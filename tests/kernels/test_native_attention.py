@@ -159,6 +159,13 @@ def test_shapes(path, dtype, head_dim, page_size):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_wide_heads(path, dtype):
+    """Sixteen queries of a wide head take more room than a block's weights do."""
+    shape = Shape(16, 1, 1024, dtype=dtype)
+    check([shape.plain(40, 20), tree_row(shape, 35, tree_of(9, 1), 1)], shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("nodes", [1, 2, 33, 64])
 @pytest.mark.parametrize("window", [None, 3, 40])
 @pytest.mark.parametrize("context", [1, 115])
@@ -255,6 +262,22 @@ def test_a_node_has_the_bits_of_its_tokens_in_a_line_whatever_the_heads(path, he
     row = tree_row(shape, 110, parents, 1, before=3)
     tree = run([row], shape)[0][3:]
     assert torch.equal(tree, torch.cat(run([*chain_rows(row, 110, parents)], shape)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("context", [60, 120, 250])
+def test_a_batch_leaves_nothing_to_the_next(path, dtype, context):
+    """Not a number in one batch; then the same tree in a window, which begins within the tree for some nodes."""
+    parents = tree_of(64, 60, 3)
+    shape = Shape(dtype=dtype, window=20)
+    row = tree_row(shape, context, parents, 60)
+    (clean,) = run([row], shape)
+    spoilt = tree_row(shape, context, parents, 60)
+    spoilt.queries = torch.full_like(spoilt.queries, torch.nan)
+    assert run([spoilt], Shape(dtype=dtype))[0].isnan().all()
+    (after,) = run([row], shape)
+    assert clean.isfinite().all()
+    assert torch.equal(after, clean)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

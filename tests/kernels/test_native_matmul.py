@@ -51,8 +51,14 @@ def inputs(count, k, seed=1):
 @pytest.mark.parametrize("kind", native.KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_weights_are_the_files_values_rounded_to_bfloat16(path, kind, shape):
+    """A row of the identity picks one input of every output."""
     matrix, values = packed(kind, *shape)
-    assert torch.equal(native.unpack(matrix), values.bfloat16())
+    got = native.matmul(torch.eye(shape[1], dtype=torch.bfloat16), [matrix]).T
+    if path == "amx" and kind in (Q.Q4_K, Q.Q5_K):  # rounded before the outer scale and the minimum, not after
+        largest = values.view(shape[0], -1, 32).abs().amax(-1, keepdim=True) * 2 + 1e-6
+        assert ((got - values).view(shape[0], -1, 32).abs() < 2**-7 * largest).all()
+    else:
+        assert torch.equal(got.bfloat16(), values.bfloat16())
 
 
 @pytest.mark.parametrize("kind", native.KINDS)
@@ -104,12 +110,12 @@ def test_any_number_of_inputs(path, k):
     torch.testing.assert_close(native.matmul(x, [matrix]), x.float() @ values.T, rtol=1e-5, atol=1e-4)
 
 
-def test_rows_may_be_interleaved():
+def test_rows_may_be_interleaved(path):
     first, second = rows_of(Q.Q8_0, 40, 64, seed=1), rows_of(Q.Q8_0, 40, 64, seed=2)
     matrix = native.pack(Q.Q8_0, 64, [first, second], Arena(), interleave=16)
     a, b = (dequantize(rows, Q.Q8_0).bfloat16() for rows in (first, second))
     expected = torch.cat((a[:16], b[:16], a[16:32], b[16:32], a[32:], torch.zeros(8, 64), b[32:], torch.zeros(8, 64)))
-    assert torch.equal(native.unpack(matrix), expected.bfloat16())
+    assert torch.equal(native.matmul(torch.eye(64, dtype=torch.bfloat16), [matrix]).T, expected)
 
 
 def test_paths_are_named_from_the_fastest_on():

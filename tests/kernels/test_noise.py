@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.kernels import noise
-from tandem.kernels.noise import ACCEPT, DRAFT, RESIDUAL, TARGET, gumbel, key, uniform
+from tandem.kernels import native, noise
+from tandem.kernels.noise import ACCEPT, DRAFT, RESIDUAL, TARGET, draw, gumbel, key, uniform
 
 WORD = (1 << 64) - 1
 
@@ -165,3 +165,122 @@ def test_no_two_coordinates_share_a_key():
     grid = torch.meshgrid(seeds, rounds, positions, indexing="ij")
     every = torch.cat([keys(grid[0], stream, grid[1], grid[2]) for stream in (TARGET, DRAFT, ACCEPT, RESIDUAL)])
     assert len(every.unique()) == len(every) == 16 * 24 * 24 * 4
+
+
+@pytest.fixture(params=[*native.paths(), "torch"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """Drawing with each instruction set, and with the twin."""
+    if request.param == "torch":
+        monkeypatch.setattr(native, "missing", lambda: "not wanted")
+        monkeypatch.delattr(native, "draw")
+    else:
+        native.use(request.param)
+    yield request.param
+    native.use(None)
+
+
+def some_logits(rows: int, vocab: int) -> Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)) * 3
+
+
+def exact_gumbel(at: Tensor, vocab: int) -> Tensor:
+    """The noise of the numbers between 0 and 1 that float32 holds, without the rounding of its logarithms."""
+    words = at[:, None] + torch.arange(1, vocab + 1) * noise._GOLDEN
+    unit = noise._open_unit_(noise._mix_(words, words.clone()), torch.empty(words.shape)).double()
+    return -torch.log(-torch.log1p(-unit))
+
+
+def unmixed(word: int) -> int:
+    """The word that `mixed` turns into this one."""
+    for shift, factor in ((27, 0x94D049BB133111EB), (30, 0xBF58476D1CE4E5B9)):
+        product = word * pow(factor, -1, 1 << 64) & WORD
+        word = product
+        for _ in range(64 // shift):
+            word = product ^ word >> shift
+    return word
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 33, 4096, 4097, 12_345])
+def test_the_token_drawn_is_the_first_greatest_of_logits_and_noise(path: str, vocab: int):
+    logits, at, greedy = some_logits(9, vocab), keys(torch.arange(9)), torch.arange(9) % 3 == 0
+    sums = logits + exact_gumbel(at, vocab) * ~greedy[:, None]
+    chosen = draw(logits, at, greedy)
+    assert bool((sums.gather(1, chosen[:, None])[:, 0] > sums.amax(1) - 1e-5).all())
+    assert torch.equal(chosen[greedy], logits[greedy].argmax(1))
+    assert torch.equal(draw(logits, None, greedy), logits.argmax(1))
+
+
+def test_noise_decides_between_two_tokens_where_its_definition_says(path: str):
+    """Logits that differ by slightly less, or more, than the two tokens' noise, also at both ends of its range."""
+    vocab, words = 301, (0, 1 << 11, 1 << 12, 1 << 52, 1 << 62, 1 << 63, WORD - (1 << 40), WORD - 1, WORD)
+    last = [unmixed(word) - vocab * 0x9E3779B97F4A7C15 & WORD for word in words]
+    ends = torch.tensor([noise._signed(word) for word in last]).repeat(20)
+    at = torch.cat((ends, keys(torch.arange(20_000))))
+    assert [mixed(unmixed(word)) for word in words] == list(words)
+    exact = exact_gumbel(at, vocab)
+    assert float(exact[:, -1].max()) > 36.7 and float(exact[:, -1].min()) < -2.8
+    first = torch.randint(vocab - 1, (len(at), 1), generator=torch.Generator().manual_seed(0))
+    ahead = exact.gather(1, first)[:, 0] - exact[:, -1]
+    for difference, winner in ((-1e-5, first[:, 0]), (1e-5, torch.full_like(first[:, 0], vocab - 1))):
+        logits = torch.full((len(at), vocab), -torch.inf).scatter_(1, first, 0.0)
+        logits[:, -1] = ahead + difference
+        assert torch.equal(draw(logits, at, torch.zeros(len(at), dtype=torch.bool)), winner)
+
+
+@pytest.mark.parametrize("places", [(0, 1), (40, 71), (5, 32), (95, 100), (4095, 4096), (31, 9000), (9998, 9999)])
+def test_the_first_of_equal_tokens_is_drawn(path: str, places: tuple[int, ...]):
+    logits = some_logits(2, 10_000).clamp(max=20)
+    logits[:, places] = 25.0
+    greedy = torch.tensor([True, True])
+    assert draw(logits, keys(torch.arange(2)), greedy).tolist() == [places[0]] * 2
+    assert draw(torch.zeros(1, 10_000), None, greedy[:1]).tolist() == [0]
+
+
+def test_a_draw_depends_neither_on_the_batch_nor_on_threads(path: str):
+    logits, at, greedy = some_logits(7, 9001), keys(torch.arange(7)), torch.arange(7) == 2
+    together = draw(logits, at, greedy)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            assert torch.equal(draw(logits, at, greedy), together)
+    finally:
+        torch.set_num_threads(threads)
+    for r in range(7):
+        assert torch.equal(draw(logits[r : r + 1], at[r : r + 1], greedy[r : r + 1]), together[r : r + 1])
+    wide = torch.full((14, 9100), torch.inf)
+    wide[::2, :9001] = logits
+    assert torch.equal(draw(wide[::2, :9001], at, greedy), together)
+    assert torch.equal(draw(logits.T.contiguous().T, at, greedy), together)
+
+
+def test_infinite_logits_are_drawn_or_never_drawn(path: str):
+    logits = torch.full((4, 5000), -torch.inf)
+    logits[1, 4999], logits[2, 4500] = -80.0, torch.inf
+    logits[3] = 1.0
+    logits[3, 77] = torch.inf
+    for greedy in (torch.zeros(4, dtype=torch.bool), torch.ones(4, dtype=torch.bool)):
+        assert draw(logits, keys(torch.arange(4)), greedy).tolist() == [0, 4999, 4500, 77]
+
+
+def test_what_is_not_a_number_yields_some_token(path: str):
+    logits = some_logits(3, 5000)
+    logits[0, 17], logits[1, :], logits[2, 4999] = torch.nan, torch.nan, torch.nan
+    for greedy in (torch.zeros(3, dtype=torch.bool), torch.ones(3, dtype=torch.bool)):
+        chosen = draw(logits, keys(torch.arange(3)), greedy)
+        assert bool(((chosen >= 0) & (chosen < 5000)).all())
+
+
+def test_drawn_tokens_have_their_probabilities(path: str):
+    p = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.04, 0.009, 0.001], dtype=torch.float64)
+    count = 100_000
+    logits = p.log().float().expand(count, -1)
+    tokens = draw(logits, keys(torch.arange(count)), torch.zeros(count, dtype=torch.bool))
+    assert chi_square(torch.bincount(tokens, minlength=len(p)).double(), p * count) > 1e-3
+
+
+def test_double_precision_is_drawn_by_the_twin(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(native, "draw")
+    logits, at = some_logits(5, 500).double(), keys(torch.arange(5))
+    expected = (logits + gumbel(at, 500, torch.float64)).argmax(1)
+    assert torch.equal(draw(logits, at, torch.zeros(5, dtype=torch.bool)), expected)

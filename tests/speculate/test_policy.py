@@ -211,15 +211,19 @@ def test_costs_that_start_wrong_are_corrected(wrong):
     assert policy.costs.target(16) == pytest.approx(world.target(16), rel=0.1)
 
 
-def test_the_last_token_needs_no_draft_and_shows_nothing():
+@pytest.mark.parametrize("chance", [1.0, 0.0])  # the first of two tokens brings the other, or leaves it to a step
+def test_the_last_token_needs_no_draft_and_shows_nothing(chance):
     world = World(model=lambda request: 0.95)
     policy = world.policy()
     world.run(policy, world.requests(1), 50)
     [request] = world.requests(1, new=2)
     world.show(policy, [request], [100], False)
     assert request.observed == 100
-    world.step(policy, [request])  # one of the two is left, or none
     shown = sum(world.shown)
+    world.model = lambda request: chance
+    world.step(policy, [request])
+    assert world.lengths[-1] == (1,) and request.room == 1 - chance
     if request.room:
         world.step(policy, [request])
+        assert world.lengths[-1] == (0,) and request.room == 0
     assert sum(world.shown) == shown

@@ -1,6 +1,7 @@
-// The C functions that Python calls (tandem/kernels/native.py). They return 0, or 1 if memory ran out.
+// The C functions that Python calls (tandem/kernels/native.py). Those that return int return 0, or 1 if memory ran out.
 
 #include <algorithm>
+#include <iterator>
 #include <new>
 
 #include "kernels.h"
@@ -40,23 +41,10 @@ void Workspace::fit(const Model &m, int64_t count) {
 
 namespace {
 
-const Kernels *find(int path) {
-    switch (path) {
-        case 0: return kernels_amx();
-        case 1: return kernels_avx512();
-        case 2: return kernels_avx2();
-        case 3: return kernels_portable();
-    }
-    return nullptr;
-}
+// From the fastest on.
+const Kernels *(*const kPaths[])() = {kernels_amx, kernels_avx512, kernels_avx2, kernels_portable};
 
-Best draw(int path, const Draw &d, int64_t row, int64_t block) {
-#if defined(TANDEM_X86)
-    if (path < 2) return draw_avx512(d, row, block);
-    if (path == 2) return draw_avx2(d, row, block);
-#endif
-    return draw_portable(d, row, block);
-}
+const Kernels *find(int path) { return kPaths[path](); }
 
 template <class Body>
 int guarded(const Body &body) {
@@ -78,14 +66,12 @@ extern "C" {
 
 // The name of path 0, 1, ... from the fastest on; null where this processor lacks it, "" past the last.
 const char *tandem_path(int path) {
-    if (path > 3) return "";
+    if (path >= int(std::size(kPaths))) return "";
     const Kernels *kernels = find(path);
     return kernels == nullptr ? nullptr : kernels->name;
 }
 
 void *tandem_team(int threads) { return new Team(threads); }
-
-void tandem_disband(void *team) { delete static_cast<Team *>(team); }
 
 int64_t tandem_packed_bytes(int32_t kind, int64_t n, int64_t k) {
     return round_up(n, kStrip) / kStrip * strip_bytes(format_of(kind), k);
@@ -96,13 +82,6 @@ void tandem_pack(void *team, int32_t kind, int64_t n, int64_t k, const uint8_t *
     static_cast<Team *>(team)->run([&](Member &member) {
         for (int64_t strip; (strip = member.take()) < strips;) pack(kind, k, rows, strip, strip + 1, out);
     });
-}
-
-void tandem_unpack(int path, const Matrix *m, uint16_t *out) {
-    const int64_t bytes = strip_bytes(format_of(m->kind), m->k), each = round_up(m->k, kTile) * kStrip;
-    for (int64_t strip = 0; strip * kStrip < m->n; strip++) {
-        find(path)->unpack(m->kind, m->k, m->data + strip * bytes, out + strip * each);
-    }
 }
 
 // Read memory once, by all members in streams of their own, to find out how fast it is. Returns a sum of what was read.
@@ -153,7 +132,7 @@ int tandem_draw(void *team, int path, const Draw *d, int64_t *tokens) {
         const int64_t blocks = round_up(d->vocab, kDrawn) / kDrawn;
         std::unique_ptr<Best[]> best(new Best[d->rows * blocks]);
         static_cast<Team *>(team)->run([&](Member &member) {
-            for (int64_t i; (i = member.take()) < d->rows * blocks;) best[i] = draw(path, *d, i / blocks, i % blocks);
+            for (int64_t i; (i = member.take()) < d->rows * blocks;) best[i] = find(path)->draw(*d, i / blocks, i % blocks);
         });
         for (int64_t row = 0; row < d->rows; row++) {
             const Best *first = best.get() + row * blocks;

@@ -8,8 +8,8 @@
 //
 // A tile's product sums even and odd inputs apart and in order, so bits depend on the virtual position of each key, not
 // on the slot. From the step on in which a node's virtual positions leave the slots, its entries are gathered: scores,
-// which depend on no position, are computed once for all tree slots and picked; weights times V is a product of its own
-// for the node's query rows.
+// which depend on no position, are computed for all tree slots, once for each block and pair of tiles, and picked;
+// weights times V is a product of its own for the node's query rows.
 
 namespace plain {
 #include "attention_plain.inl"
@@ -130,7 +130,7 @@ void Tiles::bound(int number) {
 
 // Round the queries of a tile to bf16 and lay them out as the right side of a product.
 void Tiles::pack(int tile) {
-    uint16_t *narrow = weights_;  // [16, dim], nothing is weighed yet
+    uint16_t *narrow = copied_;  // [16, dim], no key is copied yet
     for (int lane = 0; lane < 16; lane++) {
         const int64_t row = tile * 16 + lane, at = share_.head * group_ + row % group_;
         uint16_t *to = narrow + lane * dim_;
@@ -312,7 +312,8 @@ void Tiles::gather(int64_t start) {
     for (int64_t token = 0; token < share_.tokens; token++) {
         const Reach &reach = reach_[token];
         if (!reach.branches()) continue;
-        const int from = step_of(reach.straight, start), to = step_at(reach.length, start);
+        // What `set_apart` wrote: the steps below a window's first are as an earlier batch left them.
+        const int from = step_of(std::max(reach.straight, reach.low), start), to = step_at(reach.length, start);
         if (from >= to) continue;
         for (int step = from; step < to; step++) {
             slots_of_step(reach, start + step * kStep, slots);

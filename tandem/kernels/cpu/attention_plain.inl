@@ -111,7 +111,7 @@ constexpr int kLanes = 4;
 #endif
 constexpr int kKeys = 32;  // of a block
 typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float))));
-typedef int32_t Bits __attribute__((vector_size(kLanes * sizeof(float))));
+typedef uint32_t Bits __attribute__((vector_size(kLanes * sizeof(float))));
 
 static inline Lanes load(const float *from) {
     Lanes x;
@@ -144,26 +144,17 @@ static inline Lanes power_of_2(const Lanes &x) {
     return (Lanes)((Bits)(y * (Lanes)bits) & (Bits)(x >= -126.0f));
 }
 
-static inline float widened(uint16_t x) {
-    const uint32_t bits = uint32_t(x) << 16;
-    float wide;
-    std::memcpy(&wide, &bits, sizeof wide);
-    return wide;
-}
+static inline float widened(uint16_t x) { return from_bf16(x); }
 
 static inline float widened(float x) { return x; }
 
-static inline void narrow(float x, uint16_t *to) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    *to = uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
+static inline void narrow(float x, uint16_t *to) { *to = to_bf16(x); }
 
 static inline void narrow(float x, float *to) { *to = x; }
 
-// A share's query rows, and its block of keys and values in f32, `padded` floats a row.
+// The keys and values of a block that one query sees, in f32, `padded` floats a row.
 struct Block {
-    int64_t dim, padded;
+    int64_t padded;
     const float *keys[kKeys], *values[kKeys];  // by virtual position
 };
 
@@ -281,7 +272,7 @@ struct PlainShare {
         for (int64_t i = 0; i < kKeys && first + i < end; i++) {
             widen(at[i], rows_of_block + i * padded, values + i * padded);
         }
-        Block block{dim, padded, {}, {}};
+        Block block{padded, {}, {}};
         for (int64_t t = 0; t < share.tokens; t++) {
             const Reach &seen = reach[t];
             const int from = int(std::max<int64_t>(0, seen.low - first));

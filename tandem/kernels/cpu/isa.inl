@@ -34,28 +34,5 @@ namespace {
 #include "forward.inl"
 #include "noise.inl"
 
-static void unpack(int32_t kind, int64_t k, const uint8_t *strip, uint16_t *out) {
-#if defined(TANDEM_AMX) || defined(TANDEM_AVX512)
-    for_kind(kind, [&]<int32_t KIND>() { unpack_strip<KIND>(strip, k, out); });
-#else
-    float tile[kTile * kStrip];
-    for (int64_t i = 0; i * kTile < k; i++) {
-        unpack_plain(kind, k, strip, i, 0, kStrip, tile);
-        for (int row = 0; row < kStrip; row++) {
-            for (int j = 0; j < kTile; j++) out[(i * kStrip + row) * kTile + j] = to_bf16(tile[j * kStrip + row]);
-        }
-    }
-#endif
-}
-
 }  // namespace
-
-#if defined(TANDEM_AVX512)
-Best draw_avx512(const Draw &d, int64_t row, int64_t block) { return draw(d, row, block); }
-#elif defined(__AVX2__) && !defined(TANDEM_AMX)
-Best draw_avx2(const Draw &d, int64_t row, int64_t block) { return draw(d, row, block); }
-#elif !defined(TANDEM_AMX)
-Best draw_portable(const Draw &d, int64_t row, int64_t block) { return draw(d, row, block); }
-#endif
-
 }  // namespace tandem

@@ -1,9 +1,9 @@
 // What the native kernels share: the plain structs that Python fills (tandem/kernels/native.py mirrors them with ctypes),
 // and the table of functions that each instruction set provides.
 //
-// Every function in `Kernels` is called by all threads of a team at once (SPMD): thread t of n takes its share, and nobody
-// returns before the shares that others need are done only where the function says so. No result depends on n, or on
-// which rows stand beside a row: sums run over K (or over key positions) in an order that depends on nothing else.
+// Every function in `Kernels` but `draw` is called by all threads of a team at once (SPMD): thread t of n takes its share, and may return
+// before others have done theirs; `meet` before reading them. No result depends on n, or on which rows stand beside a row: sums
+// run over K (or over key positions) in an order that depends on nothing else.
 //
 // bf16 is stored as uint16_t. Weights and activations are rounded to it, to nearest even, before they are multiplied.
 #pragma once
@@ -110,8 +110,8 @@ struct Kernels {
     // Likewise.
     void (*attend)(Member &, const Attention &, const Sight &);
     void (*forward)(Member &, const Model &, const Pass &, struct Workspace &);
-    // The bf16 values that a product multiplies with: out[tiles][32 rows][32 inputs] of one strip.
-    void (*unpack)(int32_t kind, int64_t k, const uint8_t *strip, uint16_t *out);
+    // The best token of one block of a row; called by one thread.
+    Best (*draw)(const Draw &, int64_t row, int64_t block);
 };
 
 // The kernels of an instruction set, or null if this build or this processor does not have it.
@@ -119,10 +119,5 @@ const Kernels *kernels_amx();
 const Kernels *kernels_avx512();
 const Kernels *kernels_avx2();
 const Kernels *kernels_portable();
-
-// The best token of one block of a row, by instruction set; AMX has nothing to add to AVX-512's.
-Best draw_avx512(const Draw &, int64_t row, int64_t block);
-Best draw_avx2(const Draw &, int64_t row, int64_t block);
-Best draw_portable(const Draw &, int64_t row, int64_t block);
 
 }  // namespace tandem

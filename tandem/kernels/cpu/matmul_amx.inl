@@ -4,12 +4,14 @@
 //     C  += A B        [16 outputs, 16 rows] f32      tiles 0-3: outputs a, b x rows 0-15, 16-31; 4, 5: A; 6, 7: B
 //
 // Rows are padded to 16 or 32, so one row and sixteen run the same instructions, and a column of C depends on its own
-// column of B alone. More rows take the strip again, out of the cache.
+// column of B alone. More rows come in groups of 32; a strip
+// is then unpacked once for all.
 //
 // Q4_K and Q5_K scale their integers twice: w = D s q - M t. Here bf16(s q) is looked up, a table for each of the 64
 // values of s, so that unpacking takes half the time; D is applied to the sums over a superblock. M t multiplies the sum of x
 // over each group of 32, which is the same for all outputs: a tile product of its own, of 8 groups at once, with the sums split
-// into three bf16 so that nothing is lost. Only s q is rounded: exact up to 256, and 945 at most.
+// into three bf16 so that nothing is lost. Only s q is rounded: it is exact up to 256, and at most 945, or 1953 with
+// 5 bits.
 
 struct alignas(64) TileConfig {
     uint8_t palette = 1, start = 0, reserved[14] = {};

@@ -3,7 +3,7 @@
 namespace tandem {
 
 const Kernels *kernels_portable() {
-    static const Kernels kernels{"portable", matmul, attend, forward, unpack};
+    static const Kernels kernels{"portable", matmul, attend, forward, draw};
     return &kernels;
 }
 

@@ -1,7 +1,5 @@
 #include "team.h"
 
-#include <new>
-
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -10,7 +8,7 @@ namespace tandem {
 
 namespace {
 
-constexpr int kSpins = 1 << 14;  // about half a millisecond: longer than a step's host work, shorter than a pause
+constexpr int kSpins = 1 << 14;  // on x86 some tenths of a millisecond: about the host's work in a step
 
 void relax() {
 #if defined(__x86_64__)
@@ -44,7 +42,7 @@ void Member::meet() {
 
 int64_t Member::take() { return team.next_[meetings_ & 1].fetch_add(1, std::memory_order_relaxed); }
 
-void *Member::scratch(int purpose, size_t bytes) {
+void *Member::scratch(int purpose, size_t bytes) noexcept {
     if (size_t(purpose) >= memory_.size()) {
         memory_.resize(purpose + 1);
         sizes_.resize(purpose + 1);
@@ -58,14 +56,7 @@ void *Member::scratch(int purpose, size_t bytes) {
 
 Team::Team(int count) {
     for (int i = 0; i < count; i++) members_.emplace_back(new Member(*this, i, count));
-    for (int i = 1; i < count; i++) threads_.emplace_back([this, i] { serve(i); });
-}
-
-Team::~Team() {
-    closing_.store(true);
-    posted_.fetch_add(1);
-    posted_.notify_all();
-    for (auto &thread : threads_) thread.join();
+    for (int i = 1; i < count; i++) std::thread([this, i] { serve(i); }).detach();
 }
 
 void Team::serve(int index) {
@@ -77,7 +68,6 @@ void Team::serve(int index) {
                 posted_.wait(job - 1);
             }
         }
-        if (closing_.load()) return;
         (*job_)(*members_[index]);
         finished_.fetch_add(1, std::memory_order_acq_rel);
     }
@@ -89,9 +79,9 @@ void Team::run(const std::function<void(Member &)> &job) {
     next_[0].store(0);
     next_[1].store(0);
     const uint64_t posted = posted_.fetch_add(1, std::memory_order_acq_rel) + 1;
-    if (!threads_.empty()) posted_.notify_all();
+    posted_.notify_all();
     job(*members_[0]);
-    const uint64_t goal = posted * threads_.size();
+    const uint64_t goal = posted * (members_.size() - 1);
     spin([&] { return finished_.load(std::memory_order_acquire) >= goal; });
 }
 

@@ -1,6 +1,6 @@
 // A team of threads that run one function together and meet at barriers. The calling thread is member 0.
 //
-// Members spin for a while between jobs and at barriers, because a pass has hundreds of barriers; then they sleep.
+// Members spin for a while, because a pass has hundreds of barriers; then they sleep between jobs, and yield at barriers.
 #pragma once
 
 #include <atomic>
@@ -25,8 +25,9 @@ struct Member {
     void meet();
     // The next of a job's shared numbers 0, 1, 2, ... since the last `meet`; each is handed out once.
     int64_t take();
-    // At least `bytes` of 64-byte aligned memory of this member, by purpose; its contents last until asked for again.
-    void *scratch(int purpose, size_t bytes);
+    // At least `bytes` of 64-byte aligned memory of this member, by purpose; its contents last until asked for again. Without
+    // memory the process ends: a member cannot leave a job in which others wait for it.
+    void *scratch(int purpose, size_t bytes) noexcept;
 
   private:
     friend class Team;
@@ -38,9 +39,8 @@ struct Member {
 
 class Team {
   public:
+    // A team lasts as long as the process.
     explicit Team(int count);
-    ~Team();
-    int size() const { return int(members_.size()); }
     // Run `job`, which must not throw, on every member and wait for all. Callers from several threads take turns.
     void run(const std::function<void(Member &)> &job);
 
@@ -49,13 +49,11 @@ class Team {
     void serve(int index);
     std::mutex turn_;
     std::vector<std::unique_ptr<Member>> members_;
-    std::vector<std::thread> threads_;
     const std::function<void(Member &)> *job_ = nullptr;
     alignas(64) std::atomic<uint64_t> posted_{0};    // jobs given out
     alignas(64) std::atomic<uint64_t> finished_{0};  // members that are done with them
     alignas(64) std::atomic<uint64_t> arrived_{0};   // members at barriers, ever
     alignas(64) std::atomic<int64_t> next_[2] = {};  // shared numbers, by parity of the barrier
-    std::atomic<bool> closing_{false};
 };
 
 }  // namespace tandem
