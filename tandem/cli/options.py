@@ -149,7 +149,9 @@ def _value(field: Field[Any], hint: Any, given: Any) -> object:
     if origin is Mapping:
         return dict(_pair(field.name, text) for text in given) if given else None
     if _words(hint) and isinstance(given, str):
-        return int(given) if given.lstrip("-").isdecimal() else given
+        if not given.lstrip("-").isdecimal() and given not in _words(hint):
+            raise InvalidValue(field.name, given, f"a whole number, or {', '.join(map(str, _words(hint)))}")
+        return given if given in _words(hint) else int(given)
     return given
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass
@@ -192,6 +193,10 @@ def _team() -> c_void_p:
 def _team_of(count: int) -> c_void_p:
     """Threads that sleep while they have nothing to do, and end with the process."""
     return c_void_p(_library().tandem_team(c_int32(count)))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_team_of.cache_clear)  # a forked process has none of its parent's threads
 
 
 @dataclass(frozen=True, slots=True)

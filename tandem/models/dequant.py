@@ -43,7 +43,9 @@ def dequantize(data: torch.Tensor, kind: GGMLQuantizationType) -> torch.Tensor:
 
 
 def finite(data: torch.Tensor, kind: GGMLQuantizationType) -> bool:
-    """Whether every scale in rows of a quantised type is a finite number, and so every weight."""
+    """Whether every weight in rows of a type is a finite number; of a quantised one, every scale."""
+    if kind in FLOAT_TYPES:
+        return bool(data.view(FLOAT_TYPES[kind]).isfinite().all())
     blocks = data.reshape(-1, GGML_QUANT_SIZES[kind][1])
     return all(bool(_float16(blocks, at).isfinite().all()) for at in _SCALES[kind])
 

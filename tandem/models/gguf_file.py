@@ -199,7 +199,7 @@ class _Header:
         for name, shape, number, offset in entries:
             if number not in SUPPORTED:
                 known = ", ".join(f"{kind.value} ({kind.name})" for kind in SUPPORTED)
-                raise LoadError(f"{self._path}: tensor {name} has type {number}; supported are {known}")
+                raise LoadError(f"{self._path}: tensor {name} has type {_type_name(number)}; supported are {known}")
             kind = GGMLQuantizationType(number)
             weights, size = GGML_QUANT_SIZES[kind]
             if 0 in shape or shape[-1] % weights:
@@ -215,3 +215,9 @@ class _Header:
             expected = offset + rows * row + -(rows * row) % alignment
             tensors[name] = Stored(kind, shape, self._file[start + offset : end].view(rows, row))
         return tensors
+
+
+def _type_name(number: int) -> str:
+    """The name of a tensor type, if ggml has one of that number."""
+    known = {int(kind): kind.name for kind in GGMLQuantizationType}
+    return f"{number} ({known[number]})" if number in known else str(number)

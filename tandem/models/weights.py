@@ -101,9 +101,13 @@ class Weights:
             self._take(name)
             return kind, data
         tensor = self._tensor(name, (rows, columns))
-        if narrow is not None and columns % _BLOCK == 0:
-            return narrow, _quantise(tensor, narrow)
-        return _Q.BF16, tensor.to(torch.bfloat16).contiguous().view(torch.uint8)
+        if narrow is None or columns % _BLOCK:
+            narrow, data = _Q.BF16, tensor.to(torch.bfloat16).contiguous().view(torch.uint8)
+        else:
+            data = _quantise(tensor, narrow)
+        if not finite(data, narrow):
+            raise LoadError(f"tensor {name} has values too large for {narrow.name}")
+        return narrow, data
 
     def _narrow(self, name: str) -> tuple[int, GGMLQuantizationType | None]:
         """Bits of the widest integers that may stay, and the format for what is wider; None leaves floats alone."""
