@@ -104,10 +104,11 @@ class Step:
 
     def _emit(self, spans: Spans, decoding: Decoding, draft: Draft, hidden: Tensor) -> Outcome:
         """Judge the draft, commit what follows, and read it."""
-        logits = self._logits(spans, draft, hidden)
-        verdict = self._verify(decoding, draft, logits)
+        places, nodes = _nodes(spans, draft)
+        logits = self.target.logits(hidden[places.to(hidden.device)])
+        verdict = self._verify(decoding, draft, logits, nodes.to(hidden.device))
         self._commit(decoding, draft, verdict)
-        return self._read(decoding, draft, verdict, logits)
+        return self._read(decoding, draft, verdict, logits, nodes.to(hidden.device))
 
     def _enter(self, plan: Plan) -> None:
         """Bring admitted requests and newly reserved pages to the device, the pages in one copy."""
@@ -144,22 +145,26 @@ class Step:
         index = torch.tensor(rows, dtype=torch.int64, device=self.rows.length.device)
         return Spans(rows, index, self.rows.length[index], counts, bounds)
 
-    def _logits(self, spans: Spans, draft: Draft, hidden: Tensor) -> Tensor:
-        """[R, N + 1, V] logits at the root and every drafted node of the emitting rows; padding repeats the last."""
-        places: list[int] = []  # of the nodes in the batch, packed
-        padded: list[list[int]] = []  # of each row's nodes among these
-        for last, drafted in zip(spans.last(), draft.counts, strict=False):
-            padded.append([len(places) + min(j, drafted) for j in range(draft.width + 1)])
-            places += range(last - drafted, last + 1)
-        logits = self.target.logits(hidden[torch.tensor(places, device=hidden.device)])
-        shape = (len(draft.counts), draft.width + 1, self.target.vocab)
-        if len(places) == shape[0] * shape[1]:
-            return logits.view(shape)
-        return logits[torch.tensor(padded, device=hidden.device)]
+    def _verify(self, decoding: Decoding, draft: Draft, logits: Tensor, nodes: Tensor) -> Verdict:
+        """Judge rows with equally long drafts together: padded to the longest, all would cost as much as that one."""
+        lengths = sorted(set(draft.counts))
+        if len(lengths) == 1:
+            return self._judge(decoding, draft, logits)
+        tokens, counts = torch.zeros_like(nodes), torch.zeros_like(decoding.known)
+        path = torch.zeros_like(nodes)
+        for length in lengths:
+            rows = [r for r, count in enumerate(draft.counts) if count == length]
+            part = torch.tensor(rows, device=nodes.device)
+            own = nodes[part, : length + 1].flatten()
+            verdict = self._judge(decoding.of(rows), draft.part(part, length), logits[own])
+            tokens[part, : length + 1], path[part, : length + 1] = verdict.tokens, verdict.path
+            counts[part] = verdict.counts
+        return Verdict(tokens, counts, path)
 
-    def _verify(self, decoding: Decoding, draft: Draft, logits: Tensor) -> Verdict:
+    def _judge(self, decoding: Decoding, draft: Draft, logits: Tensor) -> Verdict:
+        """`_verify` for drafts of one length; `logits` [R * (N + 1), V] row by row."""
         nodes = Nodes.of(draft, decoding.index, decoding.known)
-        shaped = shape(logits.flatten(0, 1), nodes, self.rows, decoding.needs).view_as(logits)
+        shaped = shape(logits, nodes, self.rows, decoding.needs).view(-1, draft.width + 1, logits.shape[1])
         return verify(self.rule, draft, shaped, Noise.of(self.rows, decoding.index, decoding.needs))
 
     def _commit(self, decoding: Decoding, draft: Draft, verdict: Verdict) -> None:
@@ -189,17 +194,17 @@ class Step:
         pages = self.rows.pages[decoding.index[:, None], place // self.page_size]
         return (pages * self.page_size + place % self.page_size).flatten()
 
-    def _read(self, decoding: Decoding, draft: Draft, verdict: Verdict, logits: Tensor) -> Outcome:
+    def _read(self, decoding: Decoding, draft: Draft, verdict: Verdict, logits: Tensor, nodes: Tensor) -> Outcome:
         """What was emitted: one copy from the device, and one for each row that wants log-probabilities."""
         # The largest logit of a row with a NaN is NaN, and of one with only -inf is not finite.
-        sound = logits.amax(-1).isfinite().all(-1, keepdim=True)
+        sound = logits.amax(-1).isfinite()[nodes].all(-1, keepdim=True)
         lines = torch.cat((sound, verdict.counts[:, None], verdict.tokens), 1).tolist()
         tokens = [line[2 : 2 + line[1]] for line in lines]
         listed: list[list[TokenLogprobs]] = [[] for _ in tokens]
         for r, request in enumerate(decoding.requests):
             top, count = request.params.logprobs, len(tokens[r])
             if top is not None and lines[r][0]:
-                listed[r] = rank(logits[r, verdict.path[r, :count]], verdict.tokens[r, :count], top)
+                listed[r] = rank(logits[nodes[r, verdict.path[r, :count]]], verdict.tokens[r, :count], top)
         return Outcome(tokens, draft.counts, listed, [bool(line[0]) for line in lines])
 
     def _prompt_logprobs(self, plan: Plan, spans: Spans, hidden: Tensor) -> None:
@@ -236,3 +241,14 @@ class Step:
         start = self.rows.observed[index]
         self.rows.observed[index] = start + torch.tensor(counts, dtype=torch.int64, device=start.device)
         return Seen(Spans(tuple(rows), index, start, tuple(counts), tuple(bounds)), tuple(complete))
+
+
+def _nodes(spans: Spans, draft: Draft) -> tuple[Tensor, Tensor]:
+    """Of the emitting rows, on the host: the places in the batch of every root and drafted node, [K], row after row;
+    and [R, N + 1] where among these each row's nodes are, the last one repeated as padding."""
+    places: list[int] = []
+    padded: list[list[int]] = []
+    for last, drafted in zip(spans.last(), draft.counts, strict=False):
+        padded.append([len(places) + min(j, drafted) for j in range(draft.width + 1)])
+        places += range(last - drafted, last + 1)
+    return torch.tensor(places), torch.tensor(padded)

@@ -100,6 +100,12 @@ class Draft:
             probs = torch.where(own[:, None, None], pad(probs, (0, 0, 0, width - self.width)), certain)
         return Draft.chain(tokens, tuple(n or m for n, m in zip(self.counts, copied.counts, strict=True)), probs)
 
+    def part(self, rows: Tensor, count: int) -> Draft:
+        """The rows [R'] alone, each with `count` nodes."""
+        probs = None if self.probs is None else self.probs[rows, :count]
+        tokens, parents = self.tokens[rows, :count], self.parents[rows, :count]
+        return Draft(tokens, parents, (count,) * len(rows), self.branching, probs)
+
     @property
     def width(self) -> int:
         """N, the padded number of drafted nodes."""
