@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test lint suite nightly clean
+.PHONY: setup demo test lint suite nightly cross clean
 
 setup: $(READY)
 
@@ -33,6 +33,12 @@ suite: setup
 # The real-text check at full size, 200,000 tokens: make nightly DATA=folder-of-prompt-files
 nightly: setup
 	$(BIN)/python tools/real_text.py --data "$(DATA)"
+
+# The portable kernels must compile for other processors too.
+cross: setup
+	$(BIN)/python -m pip install --quiet ziglang
+	for file in portable api pack team; do $(BIN)/python -m ziglang c++ -target aarch64-linux-gnu -std=c++20 -Wall \
+		-fsyntax-only tandem/kernels/cpu/$$file.cpp || exit 1; done
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
