@@ -34,7 +34,7 @@ _STRIP = 32
 
 
 class MatrixStruct(Structure):
-    _fields_ = (("data", c_void_p), ("n", c_int64), ("k", c_int64), ("kind", c_int32), ("reserved", c_int32))
+    _fields_ = (("data", c_void_p), ("n", c_int64), ("k", c_int64), ("kind", c_int32))
 
 
 class _Sight(Structure):
@@ -45,7 +45,6 @@ class _Sight(Structure):
         ("ancestors", c_void_p),
         ("first", c_void_p),
         ("rows", c_int32),
-        ("reserved", c_int32),
     )
 
 
@@ -72,7 +71,6 @@ class _Product(Structure):
         ("y", c_void_p),
         ("y_stride", c_int64),
         ("then", c_int32),
-        ("reserved", c_int32),
         ("packed", c_void_p),
     )
 
@@ -100,7 +98,6 @@ class ModelStruct(Structure):
         ("embedding", MatrixStruct),
         *((name, c_int64) for name in ("layer_count", "hidden", "heads", "kv_heads", "head_dim", "intermediate")),
         ("eps", c_float),
-        ("reserved", c_int32),
     )
 
 
@@ -122,30 +119,30 @@ class _Draw(Structure):
 
 
 @cache
-def missing() -> str | None:
-    """Why there are no native kernels; None if there are."""
+def _found() -> Any:
+    """The library, or why there is none."""
     spec = importlib.util.find_spec("tandem.kernels._cpu")
     if spec is None or spec.origin is None:
         return "not built: at installation there was no C++ compiler, or the kernels did not compile"
     try:
-        ctypes.CDLL(spec.origin)
+        library = ctypes.CDLL(spec.origin)
     except OSError as error:
         return f"cannot be loaded: {error}"
-    return None
-
-
-@cache
-def _library() -> Any:
-    if (why := missing()) is not None:
-        raise RuntimeError(f"native kernels: {why}")
-    spec = importlib.util.find_spec("tandem.kernels._cpu")
-    assert spec is not None and spec.origin is not None
-    library = ctypes.CDLL(spec.origin)
     library.tandem_path.restype = c_char_p
     library.tandem_team.restype = c_void_p
     library.tandem_packed_bytes.restype = c_int64
     library.tandem_read.restype = c_uint64
     return library
+
+
+def missing() -> str | None:
+    """Why there are no native kernels; None if there are."""
+    return _found() if isinstance(_found(), str) else None
+
+
+def _library() -> Any:
+    assert missing() is None, missing()
+    return _found()
 
 
 @cache
@@ -219,7 +216,7 @@ class Packed:
 
     @property
     def struct(self) -> MatrixStruct:
-        return MatrixStruct(self.data.data_ptr(), self.n, self.k, KINDS.index(self.kind), 0)
+        return MatrixStruct(self.data.data_ptr(), self.n, self.k, KINDS.index(self.kind))
 
 
 def pack(kind: GGMLQuantizationType, k: int, parts: Sequence[Tensor], arena: Arena, interleave: int = 0) -> Packed:
@@ -259,7 +256,7 @@ def matmul(x: Tensor, weights: Sequence[Packed], bias: Tensor | None = None) -> 
     matrices = (MatrixStruct * len(weights))(*(w.struct for w in weights))
     pointer = None if bias is None else bias.data_ptr()
     product = _Product(
-        x.data_ptr(), x.shape[1], x.shape[0], matrices, len(weights), pointer, y.data_ptr(), outputs, 0, 0, None
+        x.data_ptr(), x.shape[1], x.shape[0], matrices, len(weights), pointer, y.data_ptr(), outputs, 0, None
     )
     _check(_library().tandem_matmul(_team(), _number(), byref(product)))
     return y
@@ -354,7 +351,7 @@ def _sight(plan: AttentionPlan) -> tuple[_Sight, list[Tensor]]:
         kept.append(plan.ancestors.contiguous())
         ancestors = kept[-1].data_ptr()
     rows = len(plan.counts)
-    return _Sight(pages.data_ptr(), pages.shape[1], seen_to.data_ptr(), ancestors, first.data_ptr(), rows, 0), kept
+    return _Sight(pages.data_ptr(), pages.shape[1], seen_to.data_ptr(), ancestors, first.data_ptr(), rows), kept
 
 
 def _check(code: int) -> None:

@@ -82,7 +82,7 @@ static void forward(Member &member, const Model &m, const Pass &pass, Workspace 
     const int64_t pool = pass.num_pages * pass.page_size * m.kv_heads * d;
     auto product = [&](const uint16_t *x, int64_t k, const Matrix *w, int64_t matrices, const float *bias, void *y,
                        int64_t y_stride, Then then) {
-        matmul(member, Product{x, k, count, w, matrices, bias, y, y_stride, then, 0, space.packed});
+        matmul(member, Product{x, k, count, w, matrices, bias, y, y_stride, then, space.packed});
         member.meet();
     };
     embed(member, m.embedding, pass, space.x);

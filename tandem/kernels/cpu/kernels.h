@@ -23,7 +23,6 @@ struct Matrix {
     const uint8_t *data;
     int64_t n, k;  // as the model has them; packed they are rounded up to 32
     int32_t kind;
-    int32_t reserved;
 };
 
 // What each query of one batch sees. Query tokens are packed row after row; row r's are first[r] .. first[r + 1] - 1,
@@ -37,7 +36,6 @@ struct Sight {
     const int64_t *ancestors;  // [tokens] or null; 0 for tokens outside a tree
     const int32_t *first;      // [rows + 1]
     int32_t rows;
-    int32_t reserved;
 };
 
 // One layer's attention. KV is [kv_heads, num_pages, page_size, head_dim], keys and values apart, bf16 or f32.
@@ -73,7 +71,6 @@ struct Model {
     Matrix embedding;   // [vocab, hidden]
     int64_t layer_count, hidden, heads, kv_heads, head_dim, intermediate;
     float eps;
-    int32_t reserved;
 };
 
 // One forward pass. KV is [layers, 2, kv_heads, num_pages, page_size, head_dim] bf16.

@@ -20,7 +20,7 @@ struct Product {
     const float *bias;  // [sum of n] or null; not with SWIGLU
     void *y;            // [rows, y_stride] f32; bf16 for SWIGLU
     int64_t y_stride;
-    int32_t then, reserved;
+    int32_t then;
     uint16_t *packed;  // room of `packed_size` elements, for x as a kernel wants it
 };
 

@@ -98,30 +98,55 @@ static void pack_rows(Member &member, const Product &p, int64_t k) {
     member.meet();
 }
 
+using Pair = uint16_t[2][512];  // A tiles of a strip's two halves
+
+// Set the C tiles of 16 * BLOCKS rows, BLOCKS 1 or 2, to zero.
+template <int BLOCKS>
+TANDEM_INLINE void clear_tiles() {
+    _tile_zero(0);
+    _tile_zero(1);
+    if constexpr (BLOCKS == 2) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+}
+
+// Add the products of two A tiles, and of one B tile or two side by side.
+template <int BLOCKS>
+TANDEM_INLINE void add_products(const void *first, const void *second, const uint16_t *b) {
+    _tile_loadd(4, first, 64);
+    _tile_loadd(5, second, 64);
+    _tile_loadd(6, b, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 5, 6);
+    if constexpr (BLOCKS == 2) {
+        _tile_loadd(7, b + 512, 64);
+        _tile_dpbf16ps(2, 4, 7);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+}
+
+template <int BLOCKS>
+TANDEM_INLINE void store_tiles(float (*c)[256]) {
+    _tile_stored(0, c[0], 64);
+    _tile_stored(1, c[1], 64);
+    if constexpr (BLOCKS == 2) {
+        _tile_stored(2, c[2], 64);
+        _tile_stored(3, c[3], 64);
+    }
+}
+
 // C tiles of one strip for 16 * BLOCKS rows, BLOCKS 1 or 2.
 template <int32_t KIND, int BLOCKS>
 static void multiply(const uint8_t *strip, int64_t k, const uint16_t *b, float (*c)[256]) {
     alignas(64) float scales[kSuper][64];
-    alignas(64) uint16_t weights[2][2][512];
+    alignas(64) Pair weights[2];
     const Format &f = format_of(KIND);
     const int64_t tiles = round_up(k, kTile) / kTile, bytes = tile_bytes(f);
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
     auto use = [&](const void *first, const void *second, int64_t tile) {
-        const uint16_t *rows = b + tile * 512 * BLOCKS;
-        _tile_loadd(4, first, 64);
-        _tile_loadd(5, second, 64);
-        _tile_loadd(6, rows, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 5, 6);
-        if constexpr (BLOCKS == 2) {
-            _tile_loadd(7, rows + 512, 64);
-            _tile_dpbf16ps(2, 4, 7);
-            _tile_dpbf16ps(3, 5, 7);
-        }
+        add_products<BLOCKS>(first, second, b + tile * 512 * BLOCKS);
     };
+    clear_tiles<BLOCKS>();
     for (int64_t first = 0; first < tiles; first += kSuper) {
         const int64_t here = tiles - first < kSuper ? tiles - first : kSuper;
         const uint8_t *q = strip + f.super_header + here * f.tile_header;
@@ -136,7 +161,7 @@ static void multiply(const uint8_t *strip, int64_t k, const uint16_t *b, float (
             } else {
                 // One tile's products overlap with the unpacking of the next.
                 if (first + i > 0) use(weights[(first + i + 1) & 1][0], weights[(first + i + 1) & 1][1], first + i - 1);
-                uint16_t(*w)[512] = weights[(first + i) & 1];
+                Pair &w = weights[(first + i) & 1];
                 const float *s = scales[i];
                 unpack_tile<KIND>(q, s, s + 32, w[0], ahead);
                 unpack_tile<KIND>(q + bytes, s + 16, s + 48, w[1], further);
@@ -146,12 +171,7 @@ static void multiply(const uint8_t *strip, int64_t k, const uint16_t *b, float (
         strip += super_bytes(f, here);
     }
     if constexpr (KIND != BF16) use(weights[(tiles + 1) & 1][0], weights[(tiles + 1) & 1][1], tiles - 1);
-    _tile_stored(0, c[0], 64);
-    _tile_stored(1, c[1], 64);
-    if constexpr (BLOCKS == 2) {
-        _tile_stored(2, c[2], 64);
-        _tile_stored(3, c[3], 64);
-    }
+    store_tiles<BLOCKS>(c);
 }
 
 // bf16(s q) for every 6-bit s and every q.
@@ -202,8 +222,6 @@ TANDEM_INLINE void unpack_minima(const uint8_t *t, uint16_t *out) {
     }
 }
 
-using Pair = uint16_t[2][512];  // A tiles of a strip's two halves
-
 // What `multiply_super` unpacks: of each superblock eight pairs of tiles, then that of the minima.
 template <int32_t KIND>
 static void unpack_supers(const uint8_t *strip, int64_t k, Pair *out) {
@@ -231,34 +249,7 @@ static void multiply_super(const uint8_t *strip, const Pair *ready, int64_t k, c
     const Format &f = format_of(KIND);
     const int64_t supers = k / (kSuper * kTile), bytes = tile_bytes(f), lines = super_bytes(f, kSuper) / 64;
     for (int i = 0; i < 2 * BLOCKS; i++) std::memset(c[i], 0, sizeof c[i]);
-    auto clear = [] {
-        _tile_zero(0);
-        _tile_zero(1);
-        if constexpr (BLOCKS == 2) {
-            _tile_zero(2);
-            _tile_zero(3);
-        }
-    };
-    auto use = [&](const Pair &w, const uint16_t *rows) {
-        _tile_loadd(4, w[0], 64);
-        _tile_loadd(5, w[1], 64);
-        _tile_loadd(6, rows, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 5, 6);
-        if constexpr (BLOCKS == 2) {
-            _tile_loadd(7, rows + 512, 64);
-            _tile_dpbf16ps(2, 4, 7);
-            _tile_dpbf16ps(3, 5, 7);
-        }
-    };
-    auto store = [&](float (*to)[256]) {
-        _tile_stored(0, to[0], 64);
-        _tile_stored(1, to[1], 64);
-        if constexpr (BLOCKS == 2) {
-            _tile_stored(2, to[2], 64);
-            _tile_stored(3, to[3], 64);
-        }
-    };
+    auto use = [](const Pair &w, const uint16_t *rows) { add_products<BLOCKS>(w[0], w[1], rows); };
     // What a superblock's products become; done while the next one is being unpacked.
     auto settle = [&](int64_t super) {
         for (int block = 0; block < BLOCKS; block++) {
@@ -298,7 +289,7 @@ static void multiply_super(const uint8_t *strip, const Pair *ready, int64_t k, c
                     _mm512_store_ps(m + 16 * half, halves(strip + 64 + 32 * half));
                 }
                 asm volatile("" ::: "memory");
-                clear();
+                clear_tiles<BLOCKS>();
             } else {
                 use(ready == nullptr ? weights[(i - 1) & 1] : ready[i - 1], rows + (i - 1) * 512 * BLOCKS);
             }
@@ -309,11 +300,11 @@ static void multiply_super(const uint8_t *strip, const Pair *ready, int64_t k, c
             unpack_minima(strip + 256, weights[0][1]);
         }
         use(ready == nullptr ? weights[1] : ready[kSuper - 1], rows + (kSuper - 1) * 512 * BLOCKS);
-        store(products);
-        clear();
+        store_tiles<BLOCKS>(products);
+        clear_tiles<BLOCKS>();
         use(ready == nullptr ? weights[0] : ready[kSuper], sums + super * 512 * BLOCKS);
         if (ready != nullptr) ready += kSuper + 1;
-        store(minima);
+        store_tiles<BLOCKS>(minima);
     }
     settle(supers - 1);
 }
