@@ -25,7 +25,7 @@ from tandem.engine.lockstep import Lockstep
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.step import Step
 from tandem.models.decoder import Decoder
-from tandem.models.native import NativeDecoder
+from tandem.models.native_decoder import NativeDecoder
 
 MARK = 0.70
 MODEL = ("forward", "logits")

@@ -6,7 +6,7 @@ line on standard input, a reply a line on standard output, where {"error": text}
     {"load": {"path": str, "threads": int, "context": int, "options": {}}}      {"version": str}
     {"answer": {"tokens": [id], "max_tokens": int, "stops": [id]}}              {"tokens": [id], "first_token": seconds,
                                                                                  "decode": seconds after it}
-    python peer.py llama.cpp
+    python peer_script.py llama.cpp
 
 Answers are greedy, without penalties, each from an empty KV cache, and end with the first of `stops`. `options` go to
 the peer's own constructor as they are.

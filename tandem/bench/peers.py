@@ -1,4 +1,4 @@
-"""Other engines as rivals in `tandem bench latency`: each in a process of its own, started from `peer.py`."""
+"""Other engines as rivals in `tandem bench latency`: each in a process of its own, started from `peer_script.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from tandem.bench import peer
+from tandem.bench import peer_script
 from tandem.bench.measure import Runs, Sample, figures, ratio
 from tandem.bench.workload import Report
 from tandem.errors import InvalidValue, LoadError
@@ -23,7 +23,7 @@ __all__ = ["Peer", "Rival", "add_peers", "parse_rivals", "peers_table"]
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """A peer to run: `engine` is one of `peer.ENGINES`, `path` another model file than Tandem's, if given."""
+    """A peer to run: `engine` is one of `peer_script.ENGINES`, `path` another model file than Tandem's, if given."""
 
     name: str
     engine: str
@@ -40,15 +40,15 @@ def parse_rivals(text: str, options: str) -> list[Rival]:
         by_engine = json.loads(options)
     except ValueError:
         by_engine = None
-    known = isinstance(by_engine, dict) and by_engine.keys() <= peer.ENGINES.keys()
+    known = isinstance(by_engine, dict) and by_engine.keys() <= peer_script.ENGINES.keys()
     if not known or not all(isinstance(given, dict) for given in by_engine.values()):
         raise InvalidValue("peer_options", options, 'JSON such as {"llama.cpp": {"flash_attn": true}}')
     rivals: dict[str, Rival] = {}
     for entry in filter(None, map(str.strip, text.split(","))):
         engine, _, path = entry.partition("=")
         name = f"{engine} {Path(path).name}" if path else engine
-        if engine not in peer.ENGINES or name in rivals:
-            raise InvalidValue("against", entry, "NAME or NAME=MODEL, each once, of " + ", ".join(peer.ENGINES))
+        if engine not in peer_script.ENGINES or name in rivals:
+            raise InvalidValue("against", entry, "NAME or NAME=MODEL, each once, of " + ", ".join(peer_script.ENGINES))
         rivals[name] = Rival(name, engine, Path(path) if path else None, by_engine.get(engine, {}))
     return list(rivals.values())
 
@@ -66,7 +66,7 @@ class Peer:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 -- closed in `close`
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
         try:
-            self._process = subprocess.Popen([python, peer.__file__, rival.engine], text=True, **pipes)
+            self._process = subprocess.Popen([python, peer_script.__file__, rival.engine], text=True, **pipes)
         except OSError as error:
             raise InvalidValue("peer_python", python, f"a Python interpreter ({error.strerror})") from error
 

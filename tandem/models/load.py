@@ -14,7 +14,7 @@ from tandem.kernels import native
 from tandem.models.config import Checkpoint, Model
 from tandem.models.decoder import Decoder
 from tandem.models.huggingface import HuggingFaceCheckpoint
-from tandem.models.native import NativeDecoder
+from tandem.models.native_decoder import NativeDecoder
 from tandem.models.weights import Weights
 
 __all__ = ["load_model", "model_of", "open_checkpoint"]

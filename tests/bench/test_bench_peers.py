@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tandem.bench import peer
+from tandem.bench import peer_script
 from tandem.bench.measure import Sample
 from tandem.bench.peers import Peer, Rival, add_peers, parse_rivals, peers_table
 from tandem.errors import InvalidValue, LoadError
@@ -139,5 +139,5 @@ def test_figures_of_peers_stand_beside_the_modes():
 
 
 def test_the_script_needs_nothing_of_tandem():
-    source = Path(peer.__file__).read_text()
+    source = Path(peer_script.__file__).read_text()
     assert "tandem." not in source and "import tandem" not in source
