@@ -9,9 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tandem.engine import step
 from tandem.engine.engine import EngineFailure
 from tandem.errors import InvalidValue
 from tandem.outputs import Completion
+from tandem.request import Request
 from tandem.sampling import SamplingParams
 from tests.exact.oracle import random_weights, tiny_config
 from tests.toys import EOS, VOCAB, llm_of, writes
@@ -480,3 +482,25 @@ def test_an_abandoned_llm_ends_its_engine():
 def test_a_pool_larger_than_the_machine_is_refused():
     with pytest.raises(InvalidValue, match="kv_pages"):
         llm_of(writes(ALPHABET), "lookup", kv_pages=1 << 30)
+
+
+def test_a_long_draft_of_one_request_costs_the_others_no_verification(monkeypatch):
+    """Padded to the longest draft, 32 requests would be judged at 32 times its nodes."""
+    judged, nodes = [], []
+    verify, take = step.verify, Request.take
+
+    def counting(rule, draft, shaped, chance):
+        judged.append(shaped.shape[0] * shaped.shape[1])
+        return verify(rule, draft, shaped, chance)
+
+    def taking(request, emitted, drafted):
+        nodes.append(drafted + 1)
+        return take(request, emitted, drafted)
+
+    monkeypatch.setattr(step, "verify", counting)
+    monkeypatch.setattr(Request, "take", taking)
+    target = random_weights(3, tiny_config(vocab=VOCAB))
+    with llm_of(target, target, draft_tokens=32, mixed_drafts=True) as llm:
+        params = [greedy(max_tokens=40, ignore_eos=True, draft_tokens=n) for n in (32, 0, 1, 0, 5)]
+        llm.generate([[i, i + 1] for i in range(5)], params)
+    assert sum(judged) == sum(nodes) and max(nodes) > 20
