@@ -1,6 +1,6 @@
 """Shows where the time of a decode step goes, on the demo's prompts, greedy: the models' own operators and the rest.
 
-    python tools/profile_step.py smollm2-135m [--draft lookup] [--max-tokens 64]
+    python tools/profile_step.py smollm2-135m [--draft lookup] [--max-tokens 64] [--requests 1]
 
 Timers are put around the phases of the step from outside. A phase's time is its own: what a phase inside it takes is
 counted there, so that the shares add up to the whole. A forward pass or logits of the draft model count as model
@@ -38,8 +38,7 @@ PHASES = {
         "_decoding": "decoding",
         "_place": "place",
         "_spans": "spans",
-        "_logits": "gather",
-        "_verify": "verify",
+        "_emit": "gather",
         "_commit": "commit",
         "_read": "read",
         "_seen": "seen",
@@ -103,7 +102,8 @@ def install(profile: Profile, llm: LLM) -> None:
     for owner, phases in PHASES.items():
         for method, name in phases.items():
             setattr(owner, method, profile.timed(name, getattr(owner, method)))
-    tandem.engine.step.stage = profile.timed("stage", tandem.engine.step.stage)
+    for function in ("stage", "shape", "verify"):
+        setattr(tandem.engine.step, function, profile.timed(function, getattr(tandem.engine.step, function)))
     speculator = llm.engine.driver.step.speculator
     speculator.draft = profile.timed("draft", speculator.draft)
     speculator.observe = profile.timed("observe", speculator.observe)
@@ -125,6 +125,7 @@ def main() -> int:
     parser.add_argument("--draft", default="lookup")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--requests", type=int, default=1, help="answered at once")
     options = parser.parse_args()
     profile, shares = Profile(), []
     with LLM(options.model, options.draft, dtype=options.dtype) as llm:
@@ -135,8 +136,8 @@ def main() -> int:
             params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens, draft_tokens=tokens)
             llm.generate(prompts[0], params)  # warm-up
             profile.reset()
-            for prompt in prompts:
-                llm.generate(prompt, params)
+            for prompt in prompts if options.requests == 1 else [None]:
+                llm.generate(prompt or (prompts * options.requests)[: options.requests], params)
             show(title, profile)
             shares.append(profile.share)
     return int(min(shares) < MARK)

@@ -6,9 +6,11 @@ planning itself fails with nothing running.
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections import deque
 from queue import SimpleQueue
+from weakref import WeakSet
 
 from tandem.engine.lockstep import Delta, Lockstep
 from tandem.errors import EngineFailure
@@ -17,8 +19,18 @@ from tandem.request import Request
 __all__ = ["Engine"]
 
 
+_open: WeakSet[Engine] = WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A thread that is inside native code when the interpreter goes away takes the process down with it."""
+    for engine in list(_open):
+        engine.close()
+
+
 class Engine:
-    """Runs a driver in a thread of its own until `close`."""
+    """Runs a driver in a thread of its own until `close`, or until the process ends."""
 
     def __init__(self, driver: Lockstep) -> None:
         self.driver = driver
@@ -29,6 +41,7 @@ class Engine:
         self._closing = False
         self._thread = threading.Thread(target=self._loop, name="tandem-engine", daemon=True)
         self._thread.start()
+        _open.add(self)
 
     def submit(self, *requests: Request) -> SimpleQueue[Delta | Exception]:
         """Queue requests together; their deltas arrive in the queue returned. The last delta of each is

@@ -104,11 +104,12 @@ class Step:
 
     def _emit(self, spans: Spans, decoding: Decoding, draft: Draft, hidden: Tensor) -> Outcome:
         """Judge the draft, commit what follows, and read it."""
-        places, nodes = _nodes(spans, draft)
-        logits = self.target.logits(hidden[places.to(hidden.device)])
-        verdict = self._verify(decoding, draft, logits, nodes.to(hidden.device))
+        logits = self.target.logits(hidden[_emitting(spans, draft).to(hidden.device)])
+        nodes = Nodes.of(draft, decoding.index, decoding.known)
+        shaped = shape(logits, nodes, self.rows, decoding.needs)
+        verdict = verify(self.rule, draft, shaped, Noise.of(self.rows, decoding.index, decoding.needs))
         self._commit(decoding, draft, verdict)
-        return self._read(decoding, draft, verdict, logits, nodes.to(hidden.device))
+        return self._read(decoding, draft, verdict, logits)
 
     def _enter(self, plan: Plan) -> None:
         """Bring admitted requests and newly reserved pages to the device, the pages in one copy."""
@@ -145,28 +146,6 @@ class Step:
         index = torch.tensor(rows, dtype=torch.int64, device=self.rows.length.device)
         return Spans(rows, index, self.rows.length[index], counts, bounds)
 
-    def _verify(self, decoding: Decoding, draft: Draft, logits: Tensor, nodes: Tensor) -> Verdict:
-        """Judge rows with equally long drafts together: padded to the longest, all would cost as much as that one."""
-        lengths = sorted(set(draft.counts))
-        if len(lengths) == 1:
-            return self._judge(decoding, draft, logits)
-        tokens, counts = torch.zeros_like(nodes), torch.zeros_like(decoding.known)
-        path = torch.zeros_like(nodes)
-        for length in lengths:
-            rows = [r for r, count in enumerate(draft.counts) if count == length]
-            part = torch.tensor(rows, device=nodes.device)
-            own = nodes[part, : length + 1].flatten()
-            verdict = self._judge(decoding.of(rows), draft.part(part, length), logits[own])
-            tokens[part, : length + 1], path[part, : length + 1] = verdict.tokens, verdict.path
-            counts[part] = verdict.counts
-        return Verdict(tokens, counts, path)
-
-    def _judge(self, decoding: Decoding, draft: Draft, logits: Tensor) -> Verdict:
-        """`_verify` for drafts of one length; `logits` [R * (N + 1), V] row by row."""
-        nodes = Nodes.of(draft, decoding.index, decoding.known)
-        shaped = shape(logits, nodes, self.rows, decoding.needs).view(-1, draft.width + 1, logits.shape[1])
-        return verify(self.rule, draft, shaped, Noise.of(self.rows, decoding.index, decoding.needs))
-
     def _commit(self, decoding: Decoding, draft: Draft, verdict: Verdict) -> None:
         """Append emitted tokens, set lengths and counts; bring the accepted path of a tree together in KV."""
         rows, known = self.rows, decoding.known
@@ -194,8 +173,9 @@ class Step:
         pages = self.rows.pages[decoding.index[:, None], place // self.page_size]
         return (pages * self.page_size + place % self.page_size).flatten()
 
-    def _read(self, decoding: Decoding, draft: Draft, verdict: Verdict, logits: Tensor, nodes: Tensor) -> Outcome:
+    def _read(self, decoding: Decoding, draft: Draft, verdict: Verdict, logits: Tensor) -> Outcome:
         """What was emitted: one copy from the device, and one for each row that wants log-probabilities."""
+        nodes = draft.places().of
         # The largest logit of a row with a NaN is NaN, and of one with only -inf is not finite.
         sound = logits.amax(-1).isfinite()[nodes].all(-1, keepdim=True)
         lines = torch.cat((sound, verdict.counts[:, None], verdict.tokens), 1).tolist()
@@ -243,12 +223,7 @@ class Step:
         return Seen(Spans(tuple(rows), index, start, tuple(counts), tuple(bounds)), tuple(complete))
 
 
-def _nodes(spans: Spans, draft: Draft) -> tuple[Tensor, Tensor]:
-    """Of the emitting rows, on the host: the places in the batch of every root and drafted node, [K], row after row;
-    and [R, N + 1] where among these each row's nodes are, the last one repeated as padding."""
-    places: list[int] = []
-    padded: list[list[int]] = []
-    for last, drafted in zip(spans.last(), draft.counts, strict=False):
-        padded.append([len(places) + min(j, drafted) for j in range(draft.width + 1)])
-        places += range(last - drafted, last + 1)
-    return torch.tensor(places), torch.tensor(padded)
+def _emitting(spans: Spans, draft: Draft) -> Tensor:
+    """[K] on the host: where in the batch the roots and drafted nodes are, in the order of `draft.places()`."""
+    ends = zip(spans.last(), draft.counts, strict=False)
+    return torch.tensor([place for last, drafted in ends for place in range(last - drafted, last + 1)])

@@ -26,13 +26,28 @@ if TYPE_CHECKING:
     from tandem.engine.step import Decoding, Seen
     from tandem.request import Request
 
-__all__ = ["MAX_NODES", "Carry", "Draft", "Speculator", "Verdict"]
+__all__ = ["MAX_NODES", "Carry", "Draft", "Places", "Speculator", "Verdict"]
 
 MAX_NODES = 64
 """Nodes of one tree, the root included: "who is my ancestor" fits one 64-bit word."""
 
 Carry = Tensor | None
 """What a speculator's next draft starts from, by row, on the device: [rows, V] logits for a draft model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the roots and drafted nodes of R rows stand when packed row after row, without padding: K nodes.
+
+    Attributes:
+        row: [K] int64, which of the R rows.
+        node: [K] int64 node number, 0 for the root.
+        of: [R, N + 1] int64 in 0 .. K - 1, the place of each node; padding has that of its row's last node.
+    """
+
+    row: Tensor
+    node: Tensor
+    of: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +115,14 @@ class Draft:
             probs = torch.where(own[:, None, None], pad(probs, (0, 0, 0, width - self.width)), certain)
         return Draft.chain(tokens, tuple(n or m for n, m in zip(self.counts, copied.counts, strict=True)), probs)
 
-    def part(self, rows: Tensor, count: int) -> Draft:
-        """The rows [R'] alone, each with `count` nodes."""
-        probs = None if self.probs is None else self.probs[rows, :count]
-        tokens, parents = self.tokens[rows, :count], self.parents[rows, :count]
-        return Draft(tokens, parents, (count,) * len(rows), self.branching, probs)
+    def places(self) -> Places:
+        """Where its nodes stand, packed."""
+        device = self.tokens.device
+        last = torch.tensor(self.counts, dtype=torch.int64, device=device)
+        first = last.cumsum(0) - last + torch.arange(len(last), device=device)
+        of = first[:, None] + torch.arange(self.width + 1, device=device).minimum(last[:, None])
+        row = torch.arange(len(last), device=device).repeat_interleave(last + 1, output_size=sum(self.counts) + len(last))
+        return Places(row, torch.arange(len(row), device=device) - first[row], of)
 
     @property
     def width(self) -> int:

@@ -80,17 +80,18 @@ class Nodes:
 
     @classmethod
     def of(cls, draft: Draft, row: Tensor, known: Tensor) -> Nodes:
-        """The root and every drafted node, padding included: K = R * (N + 1), row by row.
+        """The roots and every drafted node, in the order of `draft.places()`.
 
         `row` is [R] table rows, `known` [R] their committed tokens.
         """
-        nodes = draft.width + 1
-        node = torch.arange(nodes, device=row.device)
-        before = node[1:] <= node[:, None]
-        on_path = (draft.ancestors()[..., None] >> node[1:] & 1).bool() if draft.branching else before
-        path = torch.where(on_path, draft.tokens[:, None], -1)
-        position = known[:, None] + draft.depths()
-        return cls(row.repeat_interleave(nodes), position.flatten(), path.flatten(0, 1))
+        places = draft.places()
+        node = torch.arange(1, draft.width + 1, device=row.device)
+        if draft.branching:
+            on_path = (draft.ancestors()[places.row, places.node, None] >> node & 1).bool()
+        else:
+            on_path = node <= places.node[:, None]
+        path = torch.where(on_path, draft.tokens[places.row], -1)
+        return cls(row[places.row], known[places.row] + draft.depths()[places.row, places.node], path)
 
 
 def shape(logits: Tensor, nodes: Nodes, rows: Rows, needs: Needs) -> Tensor:

@@ -9,9 +9,9 @@ take chains only. `threshold` changes the law.
 
 Randomness is reached through `Chance` alone, which keeps apart the streams of `tandem.kernels.noise`.
 
-p is the target's law, q the draft's. R rows, N drafted nodes per row (padded), M places per row, V
-vocabulary. The law at node j decides the token at position root + depth(j), where root is the number of
-committed tokens.
+p is the target's law, q the draft's. R rows, N drafted nodes per row (padded), K roots and drafted nodes in all
+(packed, `Draft.places`: rows whose drafts differ in length cost what they hold), V vocabulary. The law at node j
+decides the token at position root + depth(j), where root is the number of committed tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tandem.cache.rows import Rows
 from tandem.config import EngineConfig
 from tandem.errors import InvalidValue
 from tandem.kernels.noise import ACCEPT, DRAFT, RESIDUAL, TARGET, draw, key, uniform
-from tandem.speculate.draft import Draft, Verdict
+from tandem.speculate.draft import Draft, Places, Verdict
 from tandem.speculate.law import Needs, probabilities
 
 __all__ = [
@@ -52,14 +52,14 @@ class Chance(Protocol):
     def greedy(self) -> Tensor:
         """[R] bool: rows that leave nothing to chance."""
 
-    def choose(self, logits: Tensor, stream: int, depth: Tensor) -> Tensor:
-        """Draw from softmax(logits) [R, M, V] for the positions root + depth [R, M].
+    def choose(self, logits: Tensor, stream: int, row: Tensor, depth: Tensor) -> Tensor:
+        """Draw from softmax(logits) [K, V] for the positions root + depth [K] of the rows `row` [K].
 
-        Returns [R, M] int64: a function of (logits, stream, position) and, except for TARGET, of the root.
+        Returns [K] int64: a function of (logits, stream, row, position) and, except for TARGET, of the root.
         """
 
     def accept(self, p: Tensor, q: Tensor, depth: Tensor) -> Tensor:
-        """Coins that show True with probability min(1, p / q), all [R, M]; one per position and step."""
+        """Coins that show True with probability min(1, p / q), all [R, N]; one per position and step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +82,18 @@ class Noise:
         """The noise of the step that `row` [R] of the table are about to take; `needs` covers them."""
         return cls(rows.seed[row], rows.known[row], rows.temperature[row] == 0, needs.sampled)
 
-    def choose(self, logits: Tensor, stream: int, depth: Tensor) -> Tensor:
+    def choose(self, logits: Tensor, stream: int, row: Tensor, depth: Tensor) -> Tensor:
         """The tokens of `tandem.kernels.noise.draw`, by the noise of each row's seed."""
-        keys = self._keys(stream, depth).flatten() if self.sampled else None
-        greedy = self.greedy[:, None].expand_as(depth).flatten()
-        return draw(logits.flatten(0, 1), keys, greedy).view_as(depth)
+        keys = self._keys(stream, self.seed[row], self.root[row], depth) if self.sampled else None
+        return draw(logits, keys, self.greedy[row])
 
     def accept(self, p: Tensor, q: Tensor, depth: Tensor) -> Tensor:
         """u * q < p: no division, and False where p is not a number."""
-        return uniform(self._keys(ACCEPT, depth)) * q < p
+        seed, root = self.seed[:, None].expand_as(depth), self.root[:, None].expand_as(depth)
+        return uniform(self._keys(ACCEPT, seed, root, depth)) * q < p
 
-    def _keys(self, stream: int, depth: Tensor) -> Tensor:
-        root = self.root[:, None].expand_as(depth)
-        seed = self.seed[:, None].expand_as(depth)
+    @staticmethod
+    def _keys(stream: int, seed: Tensor, root: Tensor, depth: Tensor) -> Tensor:
         return key(seed, stream, round_of(stream, root), root + depth)
 
 
@@ -130,8 +129,8 @@ class Rule(ABC):
         Returns:
             Tokens [R] int64, and the law they were drawn from, [R, V], where the rule wants `Draft.probs`.
         """
-        at = torch.full((len(shaped), 1), depth, device=shaped.device)
-        tokens = chance.choose(shaped[:, None], TARGET if self.coupled else DRAFT, at)[:, 0]
+        row = torch.arange(len(shaped), device=shaped.device)
+        tokens = chance.choose(shaped, TARGET if self.coupled else DRAFT, row, torch.full_like(row, depth))
         return tokens, None if self.coupled else probabilities(shaped, chance.greedy)
 
     @abstractmethod
@@ -145,10 +144,10 @@ def verify(rule: Rule, draft: Draft, shaped: Tensor, chance: Chance) -> Verdict:
     Args:
         rule: the acceptance rule the draft was drawn for.
         draft: the guesses.
-        shaped: [R, N + 1, V] the target's shaped logits at the root and at every drafted node.
+        shaped: [K, V] the target's shaped logits at the roots and every drafted node, in the order of `draft.places()`.
         chance: the step's randomness.
     """
-    assert shaped.shape[:2] == (draft.tokens.shape[0], draft.width + 1)
+    assert len(shaped) == len(draft.counts) + sum(draft.counts)
     assert rule.trees or not draft.branching
     return rule.judge(draft, shaped, chance)
 
@@ -174,7 +173,9 @@ class Match(Rule):
 
     def judge(self, draft: Draft, shaped: Tensor, chance: Chance) -> Verdict:
         """The target's own token at every node, and a walk along the drafted tokens that equal it."""
-        own = chance.choose(shaped, TARGET, draft.depths())  # [R, N + 1]
+        places = draft.places()
+        drawn = chance.choose(shaped, TARGET, places.row, draft.depths()[places.row, places.node])
+        own = drawn[places.of]  # [R, N + 1]
         path, accepted = _walk(draft, own.gather(1, draft.parents) == draft.tokens)
         last = path.gather(1, accepted[:, None])
         return _emit(draft, path, accepted, own.gather(1, last)[:, 0])
@@ -193,11 +194,11 @@ class Threshold(Rule):
 
     def judge(self, draft: Draft, shaped: Tensor, chance: Chance) -> Verdict:
         """A walk along the drafted tokens that pass, then the target's own token, by the noise of `match`."""
-        row = torch.arange(len(shaped), device=shaped.device)[:, None]
-        p = probabilities(shaped, chance.greedy[:, None])[row, draft.parents, draft.tokens]  # [R, N]
+        places = draft.places()
+        p = probabilities(shaped, chance.greedy[places.row])[places.of.gather(1, draft.parents), draft.tokens]  # [R, N]
         path, accepted = _walk(draft, (p >= self.bound) & (p > 0))
-        last = path.gather(1, accepted[:, None])
-        own = chance.choose(shaped[row, last], TARGET, accepted[:, None])[:, 0]
+        last = places.of.gather(1, path.gather(1, accepted[:, None]))[:, 0]
+        own = chance.choose(shaped[last], TARGET, places.row[last], accepted)
         return _emit(draft, path, accepted, own)
 
 
@@ -210,10 +211,11 @@ class Ratio(Rule):
 
     def judge(self, draft: Draft, shaped: Tensor, chance: Chance) -> Verdict:
         """One coin per drafted token; the first that falls on False ends the run."""
-        p = probabilities(shaped, chance.greedy[:, None])
-        coins = chance.accept(*_tested(p, draft), draft.depths()[:, :-1])
+        places = draft.places()
+        p = probabilities(shaped, chance.greedy[places.row])
+        coins = chance.accept(*_tested(p, draft, places), draft.depths()[:, :-1])
         path, accepted = _walk(draft, coins)
-        own = _draw_residual(p, draft, accepted, torch.ones_like(p[:, 0, 0]), chance)
+        own = _draw_residual(p, draft, places, accepted, p.new_ones(len(accepted)), chance)
         return _emit(draft, path, accepted, own)
 
 
@@ -231,21 +233,21 @@ class Block(Rule):
 
     def judge(self, draft: Draft, shaped: Tensor, chance: Chance) -> Verdict:
         """One independent coin per prefix, all of them tossed."""
-        p = probabilities(shaped, chance.greedy[:, None])
-        p_x, q_x = _tested(p, draft)
+        places = draft.places()
+        p = probabilities(shaped, chance.greedy[places.row])
+        p_x, q_x = _tested(p, draft, places)
         factor = p_x / q_x.clamp(min=torch.finfo(p.dtype).tiny)  # [R, N]
-        weight = [torch.ones_like(p[:, 0, 0])]
-        owed = []
-        for i in range(1, draft.width + 1):
-            weight.append((weight[-1] * factor[:, i - 1]).clamp(max=1))
-            left = _residual(p, draft, torch.full_like(draft.parents[:, 0], i), weight[-1])
-            owed.append(left.cumsum(-1)[:, -1])  # a running sum has one order; a plain one may depend on the batch
+        weight = [p.new_ones(len(draft.counts))]
+        for i in range(draft.width):
+            weight.append((weight[-1] * factor[:, i]).clamp(max=1))
         scale = torch.stack(weight, 1)  # [R, N + 1]
-        share = torch.stack(owed, 1) if owed else scale[:, 1:]
+        left = _residual(p, draft, places.row, places.node, scale[places.row, places.node])
+        owed = left.cumsum(-1)[:, -1]  # a running sum has one order; a plain one may depend on the batch
+        share = owed[places.of[:, 1:]]
         # A share of 0 / 0 is rejected, and no matter: behind it p = q, so that a longer prefix passes for sure.
         coins = chance.accept(share, share + 1 - scale[:, 1:], draft.depths()[:, :-1])
         accepted = (draft.depths() * pad(coins & _real(draft), (1, 0))).amax(1)
-        own = _draw_residual(p, draft, accepted, scale.gather(1, accepted[:, None])[:, 0], chance)
+        own = _draw_residual(p, draft, places, accepted, scale.gather(1, accepted[:, None])[:, 0], chance)
         return _emit(draft, draft.depths(), accepted, own)
 
 
@@ -281,30 +283,31 @@ def _emit(draft: Draft, path: Tensor, accepted: Tensor, own: Tensor) -> Verdict:
     return Verdict(tokens, accepted + 1, path)
 
 
-def _tested(p: Tensor, draft: Draft) -> tuple[Tensor, Tensor]:
-    """[R, N] each: what p and q give to the drafted tokens of a chain."""
-    tokens = draft.tokens[..., None]
-    p_x = p[:, : draft.width].gather(2, tokens)[..., 0]
-    return p_x, torch.ones_like(p_x) if draft.probs is None else draft.probs.gather(2, tokens)[..., 0]
+def _tested(p: Tensor, draft: Draft, places: Places) -> tuple[Tensor, Tensor]:
+    """[R, N] each: what p [K, V] and q give to the drafted tokens of a chain."""
+    p_x = p[places.of[:, :-1], draft.tokens]
+    q_x = torch.ones_like(p_x) if draft.probs is None else draft.probs.gather(2, draft.tokens[..., None])[..., 0]
+    return p_x, q_x
 
 
-def _residual(p: Tensor, draft: Draft, depth: Tensor, scale: Tensor) -> Tensor:
-    """[R, V] (scale * p - q)+ behind `depth` [R] tokens of a chain; q is 0 where none was drafted there."""
-    rows = torch.arange(len(p), device=p.device)
-    left = scale[:, None] * p[rows, depth]
-    follows = pad(_real(draft), (0, 1))[rows, depth]
+def _residual(p: Tensor, draft: Draft, row: Tensor, depth: Tensor, scale: Tensor) -> Tensor:
+    """(scale * p - q)+ behind `depth` tokens of a chain, where the law is p: [K, V] for K places, of which `row` and
+    `depth` [K] say where they are; q is 0 where nothing was drafted there."""
+    left = scale[:, None] * p
+    follows = pad(_real(draft), (0, 1))[row, depth]
     if draft.probs is None or not draft.width:
-        guess = pad(draft.tokens, (0, 1))[rows, depth]
+        guess = pad(draft.tokens, (0, 1))[row, depth]
         q = torch.zeros_like(left).scatter_(1, guess[:, None], 1.0)
     else:
-        q = draft.probs[rows, depth.clamp(max=draft.width - 1)]
+        q = draft.probs[row, depth.clamp(max=draft.width - 1)]
     return (left - q.masked_fill(~follows[:, None], 0)).clamp(min=0)
 
 
-def _draw_residual(p: Tensor, draft: Draft, accepted: Tensor, scale: Tensor, chance: Chance) -> Tensor:
+def _draw_residual(p: Tensor, draft: Draft, places: Places, accepted: Tensor, scale: Tensor, chance: Chance) -> Tensor:
     """[R] the token that closes the step, behind `accepted` [R] tokens."""
-    left = _residual(p, draft, accepted, scale)
-    rows = torch.arange(len(p), device=p.device)
+    rows = torch.arange(len(accepted), device=p.device)
+    law = p[places.of[rows, accepted]]
+    left = _residual(law, draft, rows, accepted, scale)
     # p = q up to rounding, and rejected all the same: nothing is left of the difference, and p is the law.
-    law = torch.where(left.amax(-1, keepdim=True) == 0, p[rows, accepted], left)
-    return chance.choose(law.log()[:, None], RESIDUAL, accepted[:, None])[:, 0]
+    law = torch.where(left.amax(-1, keepdim=True) == 0, law, left)
+    return chance.choose(law.log(), RESIDUAL, rows, accepted)

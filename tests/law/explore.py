@@ -64,39 +64,44 @@ class Explorer:
     start: int
     forks: list[tuple[Tensor, Knowledge]] = field(default_factory=list)
 
-    def choose(self, logits: Tensor, stream: int, depth: Tensor) -> Tensor:
+    def choose(self, logits: Tensor, stream: int, row: Tensor, depth: Tensor) -> Tensor:
         best = torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(logits.dtype)
-        probs = torch.where(self.greedy[:, None, None], best, logits.softmax(-1))
-        return torch.stack([self._split(probs[:, m], stream, depth[:, m]) for m in range(depth.shape[1])], 1)
+        probs = torch.where(self.greedy[row, None], best, logits.softmax(-1))
+        # A row's draws come one after another: the first settles what is known. Rows stand in order.
+        turn = torch.arange(len(row)) - torch.searchsorted(row, row)
+        drawn = torch.zeros_like(row)
+        for m in turn.unique():
+            part = turn == m
+            drawn[part] = self._split(probs[part], stream, row[part], depth[part])
+        return drawn
 
     def accept(self, p: Tensor, q: Tensor, depth: Tensor) -> Tensor:
         yes = torch.where(q > 0, p / q, (p > 0).to(p.dtype)).clamp(0, 1)
-        laws = torch.stack([yes, 1 - yes], -1)
-        columns = [self._split(laws[:, m], verify.ACCEPT, depth[:, m]) == 0 for m in range(depth.shape[1])]
+        laws, row = torch.stack([yes, 1 - yes], -1), torch.arange(len(p))
+        columns = [self._split(laws[:, m], verify.ACCEPT, row, depth[:, m]) == 0 for m in range(depth.shape[1])]
         return torch.stack(columns, 1) if columns else torch.zeros_like(p, dtype=torch.bool)
 
-    def _split(self, probs: Tensor, stream: int, depth: Tensor) -> Tensor:
-        """[R] outcomes of laws [R, V] under one key per row."""
-        rows = torch.arange(len(probs))
-        salt = verify.round_of(stream, self.root)
-        slot = (stream, torch.where(salt == 0, 0, salt - self.start + 1), self.root + depth - self.start)
+    def _split(self, probs: Tensor, stream: int, rows: Tensor, depth: Tensor) -> Tensor:
+        """[K] outcomes of laws [K, V] under one key for each of the rows [K], all different."""
+        salt = verify.round_of(stream, self.root[rows])
+        slot = (stream, torch.where(salt == 0, 0, salt - self.start + 1), self.root[rows] + depth - self.start)
         edges = torch.nn.functional.pad(probs.cumsum(-1), (1, 0))
         edges[:, -1] = 1.0
         low = torch.maximum(edges[:, :-1], self.known.low[rows, *slot][:, None])
         high = torch.minimum(edges[:, 1:], self.known.high[rows, *slot][:, None])
         open_ = high - low > SLIVER
         first = open_.long().argmax(1)
-        other = open_.clone()
-        other[rows, first] = False
-        row, outcome = other.nonzero(as_tuple=True)
-        if len(row):
-            fork = self.known.of(row)
-            places = (torch.arange(len(row)), slot[0], slot[1][row], slot[2][row])
-            fork.low[places] = low[row, outcome]
-            fork.high[places] = high[row, outcome]
-            self.forks.append((row, fork))
-        self.known.low[rows, *slot] = low[rows, first]
-        self.known.high[rows, *slot] = high[rows, first]
+        other, each = open_.clone(), torch.arange(len(rows))
+        other[each, first] = False
+        at, outcome = other.nonzero(as_tuple=True)
+        if len(at):
+            fork = self.known.of(rows[at])
+            places = (torch.arange(len(at)), slot[0], slot[1][at], slot[2][at])
+            fork.low[places] = low[at, outcome]
+            fork.high[places] = high[at, outcome]
+            self.forks.append((rows[at], fork))
+        self.known.low[rows, *slot] = low[each, first]
+        self.known.high[rows, *slot] = high[each, first]
         return first
 
 
@@ -160,9 +165,9 @@ class Toy:
         needs = Needs.of([self.params])
         chance = chance_of(rows)
         draft = drafter(Step(rows, index, rows.known, last, needs, rule, chance))
-        logits = self.table[torch.cat([last[:, None], draft.tokens], 1)]  # [R, N + 1, V]
-        nodes = Nodes.of(draft, index, rows.known)
-        shaped = law.shape(logits.flatten(0, 1), nodes, rows, needs).view_as(logits)
+        places = draft.places()
+        logits = self.table[torch.cat([last[:, None], draft.tokens], 1)[places.row, places.node]]  # [K, V]
+        shaped = law.shape(logits, Nodes.of(draft, index, rows.known), rows, needs)
         verdict = verify.verify(rule, draft, shaped, chance)
         place = torch.arange(outputs.shape[1]) - count[:, None]
         emitted = verdict.tokens.gather(1, place.clamp(0, draft.width))

@@ -77,8 +77,9 @@ def accepted(rule: Rule, toy: Toy, draft: Drafter) -> float:
 
 def own_noise(table: Tensor) -> Drafter:
     def draft(step: Step) -> Draft:
-        tokens = step.chance.choose(table[step.last][:, None], DRAFT, torch.zeros(len(step.last), 1, dtype=torch.int64))
-        return Draft.chain(tokens, (1,) * len(tokens))
+        row = torch.arange(len(step.last))
+        tokens = step.chance.choose(table[step.last], DRAFT, row, torch.zeros_like(row))
+        return Draft.chain(tokens[:, None], (1,) * len(tokens))
 
     return draft
 

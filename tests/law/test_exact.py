@@ -50,8 +50,8 @@ STOPS = (3,)
 def own_noise(step: Step) -> Draft:
     """A draft that draws with noise of its own, whatever the rule."""
     logits = step.shape(DRAFTED[step.last], step.last.new_zeros(len(step.last), 0))
-    tokens = step.chance.choose(logits[:, None], DRAFT, step.last.new_zeros(len(step.last), 1))
-    return Draft.chain(tokens, (1,) * len(tokens), logits.softmax(-1)[:, None])
+    tokens = step.chance.choose(logits, DRAFT, torch.arange(len(logits)), torch.zeros_like(step.last))
+    return Draft.chain(tokens[:, None], (1,) * len(tokens), logits.softmax(-1)[:, None])
 
 
 CHAINS: dict[str, Drafter] = {

@@ -15,7 +15,7 @@ from tandem.cache.rows import Rows
 from tandem.errors import InvalidValue
 from tandem.sampling import SamplingParams
 from tandem.speculate import law, verify
-from tandem.speculate.draft import Draft, Verdict
+from tandem.speculate.draft import Draft, Places, Verdict
 from tandem.speculate.law import Needs, Nodes, probabilities
 from tandem.speculate.verify import ACCEPT, DRAFT, RESIDUAL, TARGET, Block, Chance, Match, Ratio, Rule, check_rule
 from tests.law import drafts
@@ -87,13 +87,13 @@ class SoftTree(Match):
     """Most likely children, each tested as if it had been drawn from the draft's law."""
 
     def judge(self, draft: Draft, shaped: Tensor, chance: Chance) -> Verdict:
-        row = torch.arange(len(shaped))[:, None]
-        p = probabilities(shaped, chance.greedy[:, None])[row, draft.parents, draft.tokens]
+        places = draft.places()
+        p = probabilities(shaped, chance.greedy[places.row])[places.of.gather(1, draft.parents), draft.tokens]
         q = torch.full_like(p, 0.4)
         passed = chance.accept(p, q, torch.arange(draft.width).expand_as(draft.tokens))
         path, accepted = verify._walk(draft, passed)
-        last = path.gather(1, accepted[:, None])
-        own = chance.choose(shaped[row, last], RESIDUAL, accepted[:, None])[:, 0]
+        last = places.of.gather(1, path.gather(1, accepted[:, None]))[:, 0]
+        own = chance.choose(shaped[last], RESIDUAL, places.row[last], accepted)
         return verify._emit(draft, path, accepted, own)
 
 
@@ -137,9 +137,9 @@ def test_block_with_the_noise_of_the_step_before(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("rule", SAMPLED, ids=named)
 def test_residual_that_is_the_whole_law(rule: Rule, monkeypatch: pytest.MonkeyPatch):
-    def whole(p: Tensor, draft: Draft, accepted: Tensor, scale: Tensor, chance: Chance) -> Tensor:
-        rest = p[torch.arange(len(p)), accepted]
-        return chance.choose(rest.log()[:, None], RESIDUAL, accepted[:, None])[:, 0]
+    def whole(p: Tensor, draft: Draft, places: Places, accepted: Tensor, scale: Tensor, chance: Chance) -> Tensor:
+        row = torch.arange(len(accepted))
+        return chance.choose(p[places.of[row, accepted]].log(), RESIDUAL, row, accepted)
 
     monkeypatch.setattr(verify, "_draw_residual", whole)
     assert bias(rule, MODEL) > 1e-2
@@ -148,8 +148,8 @@ def test_residual_that_is_the_whole_law(rule: Rule, monkeypatch: pytest.MonkeyPa
 def test_block_residual_without_its_weight(monkeypatch: pytest.MonkeyPatch):
     real = verify._draw_residual
 
-    def unscaled(p: Tensor, draft: Draft, accepted: Tensor, scale: Tensor, chance: Chance) -> Tensor:
-        return real(p, draft, accepted, torch.ones_like(scale), chance)
+    def unscaled(p: Tensor, draft: Draft, places: Places, accepted: Tensor, scale: Tensor, chance: Chance) -> Tensor:
+        return real(p, draft, places, accepted, torch.ones_like(scale), chance)
 
     monkeypatch.setattr(verify, "_draw_residual", unscaled)
     assert bias(Ratio(), MODEL) <= 1e-12
@@ -186,7 +186,7 @@ def test_block_with_another_share(wrong: str):
 
 def test_ratio_that_forgets_the_last_rejection(monkeypatch: pytest.MonkeyPatch):
     """The closing token drawn as if every draft had been accepted there: q taken as 0."""
-    monkeypatch.setattr(verify, "_residual", lambda p, draft, depth, scale: p[torch.arange(len(p)), depth])
+    monkeypatch.setattr(verify, "_residual", lambda p, draft, row, depth, scale: p)
     assert bias(Ratio(), MODEL) > 1e-2
 
 

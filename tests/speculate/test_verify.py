@@ -12,8 +12,9 @@ from torch import Tensor
 from tandem.config import RULES, EngineConfig
 from tandem.errors import InvalidValue
 from tandem.kernels.noise import ACCEPT, DRAFT, RESIDUAL, TARGET, key, uniform
+from tandem.speculate import verify as module
 from tandem.speculate.draft import Draft, Verdict
-from tandem.speculate.verify import Block, Match, Noise, Ratio, Rule, Threshold, check_rule, rule_of, verify
+from tandem.speculate.verify import Block, Match, Noise, Ratio, Rule, Threshold, check_rule, rule_of
 
 EVERY = [Match(), Ratio(), Block(), Threshold(0.3)]
 CHAINS = [Ratio(), Block()]
@@ -27,6 +28,18 @@ def noise(rows: int, greedy: bool | list[bool] = False, root: int = 10) -> Noise
     """The noise of rows with seeds 0, 1, ... that have all come equally far."""
     flags = torch.tensor(greedy).expand(rows)
     return Noise(torch.arange(rows), torch.full((rows,), root), flags, not bool(flags.all()))
+
+
+def verify(rule: Rule, draft: Draft, logits: Tensor, chance: Noise) -> Verdict:
+    """`verify` on logits [R, N + 1, V], of which the nodes that are padding are left out."""
+    places = draft.places()
+    return module.verify(rule, draft, logits[places.row, places.node], chance)
+
+
+def drawn(chance: Noise, logits: Tensor, stream: int, depth: Tensor) -> Tensor:
+    """`choose` for M places of each row: logits [R, M, V], depth [R, M] -> [R, M]."""
+    row = torch.arange(len(depth))[:, None].expand_as(depth)
+    return chance.choose(logits.flatten(0, 1), stream, row.flatten(), depth.flatten()).view_as(depth)
 
 
 def random_tree(rng: random.Random, rows: int, width: int, vocab: int) -> Draft:
@@ -66,7 +79,7 @@ def test_match_is_a_walk(width: int, seed: int):
     draft = random_tree(rng, rows, width, vocab)
     logits = torch.randn(rows, width + 1, vocab, generator=torch.Generator().manual_seed(seed))
     chance = noise(rows, [r % 3 == 0 for r in range(rows)])
-    own = chance.choose(logits, TARGET, draft.depths())
+    own = drawn(chance, logits, TARGET, draft.depths())
     verdict = verify(Match(), draft, logits, chance)
     for r in range(rows):
         path = walked(draft, r, lambda parent, j, r=r: own[r, parent] == draft.tokens[r, j - 1])
@@ -83,7 +96,7 @@ def test_threshold_is_a_walk(bound: float):
     chance = noise(10)
     p = logits.softmax(-1)
     verdict = verify(Threshold(bound), draft, logits, chance)
-    own = chance.choose(logits, TARGET, draft.depths())
+    own = drawn(chance, logits, TARGET, draft.depths())
     for r in range(10):
 
         def passes(parent: int, j: int, r: int = r) -> bool:
@@ -161,7 +174,7 @@ def test_ratio_by_hand(certain: bool):
             else:
                 rest = (rest - draft.probs[r, accepted]).clamp(min=0)
         one = Noise(torch.tensor([r]), torch.tensor([10]), torch.tensor([False]), True)
-        own = one.choose(rest.log()[None, None], RESIDUAL, torch.tensor([[accepted]]))
+        own = one.choose(rest.log()[None], RESIDUAL, torch.tensor([0]), torch.tensor([accepted]))
         assert int(verdict.tokens[r, accepted]) == int(own)
 
 
@@ -170,9 +183,9 @@ def test_a_draft_like_the_target_is_accepted_to_the_end(rule: Rule):
     rows, width, vocab = 30, 5, 6
     logits = torch.randn(rows, width + 1, vocab, generator=torch.Generator().manual_seed(4))
     chance = noise(rows, [r < 5 for r in range(rows)])
-    drawn = [rule.draw(logits[:, i], i, chance) for i in range(width)]
-    tokens = torch.stack([t for t, _ in drawn], 1)
-    laws = [q for _, q in drawn if q is not None]
+    guesses = [rule.draw(logits[:, i], i, chance) for i in range(width)]
+    tokens = torch.stack([t for t, _ in guesses], 1)
+    laws = [q for _, q in guesses if q is not None]
     assert bool(laws) == (not rule.coupled)
     draft = Draft.chain(tokens, (width,) * rows, torch.stack(laws, 1) if laws else None)
     verdict = verify(Threshold(0.0) if rule.name == "threshold" else rule, draft, logits, chance)
@@ -244,9 +257,9 @@ def test_noise_is_salted_with_the_step_except_the_targets():
     logits = torch.zeros(64, 1, 50)
     early, late = noise(64, root=10), noise(64, root=11)
     two, one = torch.full((64, 1), 2), torch.full((64, 1), 1)
-    assert torch.equal(early.choose(logits, TARGET, two), late.choose(logits, TARGET, one))
+    assert torch.equal(drawn(early, logits, TARGET, two), drawn(late, logits, TARGET, one))
     for stream in (DRAFT, RESIDUAL):
-        assert (early.choose(logits, stream, two) == late.choose(logits, stream, one)).double().mean() < 0.2
+        assert (drawn(early, logits, stream, two) == drawn(late, logits, stream, one)).double().mean() < 0.2
     half = torch.full((64, 1), 0.5)
     agree = early.accept(half, torch.ones(64, 1), two) == late.accept(half, torch.ones(64, 1), one)
     assert 0.2 < float(agree.double().mean()) < 0.8
@@ -254,11 +267,10 @@ def test_noise_is_salted_with_the_step_except_the_targets():
 
 def test_streams_differ():
     logits = torch.zeros(64, 1, 50)
-    drawn = [
-        noise(64).choose(logits, stream, torch.zeros(64, 1, dtype=torch.int64)) for stream in (TARGET, DRAFT, RESIDUAL)
-    ]
+    at = torch.zeros(64, 1, dtype=torch.int64)
+    streams = [drawn(noise(64), logits, stream, at) for stream in (TARGET, DRAFT, RESIDUAL)]
     for a, b in ((0, 1), (0, 2), (1, 2)):
-        assert (drawn[a] == drawn[b]).double().mean() < 0.2
+        assert (streams[a] == streams[b]).double().mean() < 0.2
 
 
 def test_coins_at_the_ends_of_their_range():
