@@ -26,13 +26,14 @@ from tandem.engine.engine import Engine
 from tandem.engine.lockstep import Delta
 from tandem.errors import InvalidValue
 from tandem.hub import resolve
+from tandem.kernels import native
 from tandem.models.config import Model
 from tandem.models.load import load_model, open_checkpoint
 from tandem.outputs import Choice, Completion, Increment, Usage
 from tandem.request import Request
 from tandem.sampling import MAX_DRAFT, SamplingParams
 from tandem.text import TextStream, Tokenizer, check_pair, load_tokenizer
-from tandem.threads import apart
+from tandem.threads import apart, torch_threads
 
 __all__ = ["LLM", "Message", "Prompt", "Submission"]
 
@@ -76,6 +77,7 @@ class LLM:
         self.config = EngineConfig(**settings)  # type: ignore[arg-type]
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
+        native.use_threads(torch.get_num_threads())
         self._start(apart(self._load, str(model), str(draft)))
 
     def _load(self, model: str, draft: str) -> Assembly:
@@ -111,7 +113,8 @@ class LLM:
     def _start(self, assembly: Assembly) -> None:
         self.vocab = assembly.vocab
         self.max_length = assembly.max_length
-        self.engine = Engine(assembly.driver)
+        with torch_threads(assembly.threads):
+            self.engine = Engine(assembly.driver, assembly.threads)
         weakref.finalize(self, self.engine.stop)  # a model that nobody holds any more leaves no thread and no memory
         self._ids = count(1)
 

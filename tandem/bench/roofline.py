@@ -33,6 +33,7 @@ from tandem.kernels import native
 from tandem.kernels.memory import lend
 from tandem.llm import LLM
 from tandem.models.config import Matrix, Model
+from tandem.threads import torch_threads
 
 __all__ = [
     "PASS",
@@ -120,12 +121,13 @@ def measure_passes(llm: LLM, context: int, repeats: int, tick: Tick) -> Times:
     shapes, step = shapes_of(target_of(llm)), llm.engine.driver.step
     model, passes = step.target.model, _passes(step, context)
     taken: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for repeat in range(repeats + 1):
-        for place, rows in enumerate(ROWS):
-            found = {PASS: _timed(passes[rows], model.device), **_sweep(shapes, rows, model)}
-            for name, seconds in found.items() if repeat else ():
-                taken[name][str(rows)].append(seconds)
-            tick(repeat * len(ROWS) + place + 1, (repeats + 1) * len(ROWS))
+    with torch_threads(llm.engine.threads):
+        for repeat in range(repeats + 1):
+            for place, rows in enumerate(ROWS):
+                found = {PASS: _timed(passes[rows], model.device), **_sweep(shapes, rows, model)}
+                for name, seconds in found.items() if repeat else ():
+                    taken[name][str(rows)].append(seconds)
+                tick(repeat * len(ROWS) + place + 1, (repeats + 1) * len(ROWS))
     return {name: {rows: median(seconds) for rows, seconds in by_rows.items()} for name, by_rows in taken.items()}
 
 

@@ -26,6 +26,7 @@ from tandem.speculate.lookup import Lookup
 from tandem.speculate.none import NoSpeculation
 from tandem.speculate.policy import Adaptive
 from tandem.speculate.verify import Rule, check_rule, rule_of
+from tandem.threads import torch_threads
 
 __all__ = ["Assembly", "Drafting", "Site", "assemble", "compute_dtype"]
 
@@ -83,10 +84,12 @@ class Drafting:
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """A driver, and what requests are checked against: token ids below `vocab`, at most `max_length` tokens."""
+    """A driver, the number of threads torch has in its thread, and what requests are checked against: token ids below
+    `vocab`, at most `max_length` tokens."""
 
     config: EngineConfig
     driver: Lockstep
+    threads: int
     vocab: int
     max_length: int
 
@@ -124,10 +127,12 @@ def assemble(target: Model, drafting: Drafting, config: EngineConfig, vocab: int
     rows = Rows.allocate(config.max_rows, slots, -(-slots // config.page_size), vocab, device, sampler)
     rule = rule_of(config)
     runner = Runner(target, _pool(target, num_pages, config.page_size), vocab)
-    speculator = drafting.make(Site(rows, rule, vocab, num_pages, config, runner))
+    threads = 1 if all(model.native for model in models) else torch.get_num_threads()
+    with torch_threads(threads):
+        speculator = drafting.make(Site(rows, rule, vocab, num_pages, config, runner))
     check_rule(rule, speculator.branching)
     scheduler = Scheduler(config, Pages(num_pages, config.page_size), speculator.max_draft)
-    return Assembly(config, Lockstep(scheduler, Step(runner, speculator, rows, rule)), vocab, max_length)
+    return Assembly(config, Lockstep(scheduler, Step(runner, speculator, rows, rule)), threads, vocab, max_length)
 
 
 def _max_length(models: list[Model], config: EngineConfig, num_pages: int) -> int:

@@ -15,6 +15,7 @@ from weakref import WeakSet
 from tandem.engine.lockstep import Delta, Lockstep
 from tandem.errors import EngineFailure
 from tandem.request import Request
+from tandem.threads import keep_threads
 
 __all__ = ["Engine"]
 
@@ -32,15 +33,19 @@ def _close_all() -> None:
 class Engine:
     """Runs a driver in a thread of its own until `close`, or until the process ends."""
 
-    def __init__(self, driver: Lockstep) -> None:
+    def __init__(self, driver: Lockstep, threads: int) -> None:
+        """`threads` is how many torch computes with in the engine's thread."""
         self.driver = driver
+        self.threads = threads
         self._changed = threading.Condition()
         self._inbox: deque[Request] = deque()
         self._aborts: deque[Request] = deque()
         self._results: dict[Request, SimpleQueue[Delta | Exception]] = {}
         self._closing = False
+        self._settled = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="tandem-engine", daemon=True)
         self._thread.start()
+        self._settled.wait()
         _open.add(self)
 
     def submit(self, *requests: Request) -> SimpleQueue[Delta | Exception]:
@@ -78,6 +83,8 @@ class Engine:
         self._thread.join()
 
     def _loop(self) -> None:
+        keep_threads(self.threads)
+        self._settled.set()
         busy = False
         try:
             while self._receive(wait=not busy):

@@ -181,9 +181,17 @@ def _number() -> c_int32:
     return c_int32(_numbers()[path()])
 
 
+_threads: int | None = None
+
+
+def use_threads(count: int | None) -> None:
+    """Compute with so many threads from now on; None: as many as torch uses where a kernel is called."""
+    global _threads
+    _threads = count
+
+
 def _team() -> c_void_p:
-    """The threads that compute: as many as torch uses."""
-    return _team_of(torch.get_num_threads())
+    return _team_of(_threads or torch.get_num_threads())
 
 
 @cache

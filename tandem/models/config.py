@@ -94,11 +94,13 @@ class Model(Protocol):
         dtype: of hidden states and KV.
         device: where it computes.
         weight_bytes: bytes of weights that one decode step reads.
+        native: whether it computes in native kernels alone, so that torch's threads would only be in the way.
     """
 
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
+    native: bool
 
     @property
     def weight_bytes(self) -> int: ...

@@ -63,6 +63,8 @@ class Decoder:
         device: where they are.
     """
 
+    native = False
+
     def __init__(self, weights: Weights) -> None:
         """Read every weight. Raises LoadError for a tensor that is missing or has another shape than its model says."""
         config, dtype, device = weights.config, weights.dtype, weights.device

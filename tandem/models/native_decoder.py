@@ -45,6 +45,7 @@ class NativeDecoder:
 
     dtype = torch.bfloat16
     device = torch.device("cpu")
+    native = True
 
     def __init__(self, weights: Weights) -> None:
         """Read and pack every weight. Raises LoadError as `Decoder` does."""

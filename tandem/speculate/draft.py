@@ -121,7 +121,9 @@ class Draft:
         last = torch.tensor(self.counts, dtype=torch.int64, device=device)
         first = last.cumsum(0) - last + torch.arange(len(last), device=device)
         of = first[:, None] + torch.arange(self.width + 1, device=device).minimum(last[:, None])
-        row = torch.arange(len(last), device=device).repeat_interleave(last + 1, output_size=sum(self.counts) + len(last))
+        row = torch.arange(len(last), device=device).repeat_interleave(
+            last + 1, output_size=sum(self.counts) + len(last)
+        )
         return Places(row, torch.arange(len(row), device=device) - first[row], of)
 
     @property
