@@ -112,10 +112,10 @@ def throughput(
     plan: Plan,
     sampling: SamplingParams,
     settings: EngineConfig,
-    concurrency: Annotated[str, typer.Option(help="requests at once")] = "1,4,8,16,32",
+    concurrency: Annotated[str, typer.Option(help="requests that run at all times")] = "1,4,8,16,32",
     plot: PlotOption = None,
 ) -> None:
-    """Compare tokens per second of many users at once in several modes."""
+    """Compare tokens per second of many users in several modes: as one answer ends, the next prompt is handed in."""
     modes, workload = _modes(plan.modes, settings), plan.workload(sampling)
     levels = _numbers("concurrency", concurrency, int)
     for level in levels:
