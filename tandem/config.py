@@ -16,6 +16,7 @@ Width = Literal["auto", "bf16", "int8", "int4"]
 WIDTHS = get_args(Width)
 DTYPES = ("auto", "float32", "bfloat16", "float64")
 RULES = ("match", "ratio", "block", "threshold")
+TREES = ("auto", "none", "fixed", "dynamic")
 DEVICES = ("cpu", "cuda")
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
@@ -42,7 +43,12 @@ class EngineConfig:
         prefix_cache: whether pages are shared between requests that begin alike.
         rule: how drafts are verified. "match", "ratio" and "block" keep the target's law; "threshold" is lossy.
         threshold: the probability a drafted token must have under the "threshold" rule.
-        draft_tokens: the length of drafts, 0 to 32, or "auto": each step drafts what pays.
+        draft_tokens: the tokens of a draft, 0 to 32, or "auto": each step drafts what pays.
+        tree: the form in which a head drafts: "none" is a chain, "fixed" a tree of one form, "dynamic" one that grows
+            by confidence; "auto" is dynamic for EAGLE heads under rules that take trees, and else a chain.
+        nodes: drafted nodes of every tree, 1 to 63; None: as many as `draft_tokens` says.
+        depth: most tokens on a path of a tree.
+        tree_top_k: children considered for each node of a tree, and nodes expanded in each level.
         lookup_match: tokens that must match before lookup guesses.
         mixed_drafts: whether drafts are also made in batches that hold prefill.
     """
@@ -63,6 +69,10 @@ class EngineConfig:
     rule: Literal["match", "ratio", "block", "threshold"] = "match"
     threshold: float = 0.3
     draft_tokens: int | Literal["auto"] = "auto"
+    tree: Literal["auto", "none", "fixed", "dynamic"] = "auto"
+    nodes: int | None = None
+    depth: int = 5
+    tree_top_k: int = 4
     lookup_match: int = 2
     mixed_drafts: bool = False
 
@@ -72,6 +82,7 @@ class EngineConfig:
             ("weights", WIDTHS),
             ("draft_weights", WIDTHS),
             ("rule", RULES),
+            ("tree", TREES),
             ("page_size", PAGE_SIZES),
         ):
             value = getattr(self, name)
@@ -82,6 +93,8 @@ class EngineConfig:
             ("batch_tokens", 1, 1 << 20),
             ("kv_bytes", 1, 1 << 50),
             ("lookup_match", 1, 1024),
+            ("depth", 1, MAX_DRAFT),
+            ("tree_top_k", 1, 63),
         ):
             check_whole(name, getattr(self, name), low, high)
         for name, low, high in (
@@ -89,6 +102,7 @@ class EngineConfig:
             ("kv_pages", 2, 1 << 30),
             ("threads", 1, usable_cores()),
             ("draft_vocab", 1, 1 << 24),
+            ("nodes", 1, 63),
         ):
             check_whole(name, getattr(self, name), low, high, optional=True)
         length = self.draft_tokens

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 import weakref
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import count
 from pathlib import Path
@@ -28,10 +28,12 @@ from tandem.errors import InvalidValue
 from tandem.hub import resolve
 from tandem.kernels import native
 from tandem.models.config import Model
-from tandem.models.load import load_model, open_checkpoint
+from tandem.models.head_formats import is_head
+from tandem.models.load import load_head, load_model, open_checkpoint
 from tandem.outputs import Choice, Completion, Increment, Usage
 from tandem.request import Request
-from tandem.sampling import MAX_DRAFT, SamplingParams
+from tandem.sampling import SamplingParams
+from tandem.speculate.draft import MAX_NODES
 from tandem.text import TextStream, Tokenizer, check_pair, load_tokenizer
 from tandem.threads import apart, torch_threads
 
@@ -88,19 +90,20 @@ class LLM:
         if self.draft == "auto":
             self.draft = (found.entry.draft if found.entry else None) or "lookup"
         self.tokenizer = _open_tokenizer(found.path)
-        drafting = {"none": Drafting.none, "lookup": Drafting.lookup}.get(self.draft)
-        if drafting is None:
-            path = resolve(self.draft).path
-            check_pair(self.tokenizer, _open_tokenizer(path))
-            made = Drafting.draft_model(self._load_draft(path, dtype))
-        else:
-            made = drafting()
+        making = self._making()
         target = load_model(found.path, dtype, self.config.device, self.config.weights)
-        return assemble(target, made, self.config, self.tokenizer.vocab_size)
+        return assemble(target, making(target), self.config, self.tokenizer.vocab_size)
 
-    def _load_draft(self, path: Path, dtype: torch.dtype) -> Model:
-        config = self.config
-        return load_model(path, dtype, config.device, config.draft_weights, config.draft_vocab)
+    def _making(self) -> Callable[[Model], Drafting]:
+        """How the drafting is made once there is a target. What can be refused before that is refused here."""
+        named = {"none": Drafting.none, "lookup": Drafting.lookup}.get(self.draft)
+        if named is not None:
+            return lambda target: named()
+        path, width, outputs = resolve(self.draft).path, self.config.draft_weights, self.config.draft_vocab
+        if is_head(path):
+            return lambda target: Drafting.head(load_head(path, target, width, outputs))
+        check_pair(self.tokenizer, _open_tokenizer(path))
+        return lambda target: Drafting.draft_model(load_model(path, target.dtype, target.device, width, outputs))
 
     @classmethod
     def from_parts(cls, assembly: Assembly, tokenizer: Tokenizer) -> LLM:
@@ -226,7 +229,7 @@ class LLM:
                     seed=_signed(seed + choice * _CHOICE_STRIDE),
                     stops=frozenset(ends).union(params.stop_token_ids),
                     limit=limit,
-                    quota=MAX_DRAFT if params.draft_tokens is None else params.draft_tokens,
+                    quota=MAX_NODES - 1 if params.draft_tokens is None else params.draft_tokens,
                     text=TextStream(self.tokenizer, params.stop, params.include_stop, params.skip_special_tokens),
                     leader=requests[0] if requests and shares else None,
                 )

@@ -57,6 +57,10 @@ _HELP = {
     "prefix_cache": "share the KV of equal beginnings",
     "rule": "match, ratio, block (all keep the model's law) or threshold (lossy)",
     "threshold": "least probability of a drafted token under the threshold rule",
+    "tree": "how a head drafts: none (a chain), fixed, or dynamic (grown by confidence); auto: what suits it",
+    "nodes": "drafted nodes of every tree, 1 to 63; as many as draft-tokens says if not given",
+    "depth": "most tokens on a path of a tree",
+    "tree_top_k": "children considered for each node of a tree",
     "lookup_match": "tokens that must match before lookup guesses",
     "mixed_drafts": "draft also while other prompts are being read",
 }

@@ -8,6 +8,7 @@ from time import perf_counter
 
 import torch
 
+from tandem.cache.features import Features
 from tandem.cache.pages import Pages
 from tandem.cache.pool import Pool
 from tandem.cache.rows import Rows
@@ -19,14 +20,21 @@ from tandem.engine.step import Step
 from tandem.errors import InvalidValue
 from tandem.kernels import native
 from tandem.models.config import Model
-from tandem.speculate.costs import Clock, measure
+from tandem.models.head import Head
+from tandem.models.head_config import HeadConfig
+from tandem.sampling import MAX_DRAFT
+from tandem.speculate.costs import Clock, measure, passes
 from tandem.speculate.draft import MAX_NODES, Speculator
 from tandem.speculate.draft_model import DraftModel
+from tandem.speculate.head_draft import HeadChain, HeadRunner, HeadTree
 from tandem.speculate.lookup import Lookup
 from tandem.speculate.none import NoSpeculation
 from tandem.speculate.policy import Adaptive
+from tandem.speculate.tree import Shape
 from tandem.speculate.verify import Rule, check_rule, rule_of
 from tandem.threads import torch_threads
+
+_EAGLE = ("eagle", "eagle3", "speculators")
 
 __all__ = ["Assembly", "Drafting", "Site", "assemble", "compute_dtype"]
 
@@ -45,10 +53,12 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """How to make a speculator once the rows exist. `model` is one whose KV shares the pages, if there is one."""
+    """How to make a speculator once the rows exist. `model` is one whose KV shares the pages, if there is one; `reads`
+    says which features of the target it is fed."""
 
     make: Callable[[Site], Speculator]
-    model: Model | None = None
+    model: Model | Head | None = None
+    reads: HeadConfig | None = None
 
     @classmethod
     def none(cls) -> Drafting:
@@ -63,7 +73,7 @@ class Drafting:
             copies = Lookup(site.config.lookup_match)
             if site.config.draft_tokens != "auto":
                 return copies
-            return Adaptive(copies, None, measure(site.target, None, site.rows, clock), clock)
+            return Adaptive(copies, None, measure(passes(site.target, site.rows), None, site.rows, clock), clock)
 
         return cls(make)
 
@@ -76,10 +86,37 @@ class Drafting:
             drawing = DraftModel(runner, site.rows, site.rule)
             if site.config.draft_tokens != "auto":
                 return drawing
-            costs = measure(site.target, runner, site.rows, clock)
+            costs = measure(passes(site.target, site.rows), passes(runner, site.rows), site.rows, clock)
             return Adaptive(Lookup(site.config.lookup_match), drawing, costs, clock)
 
         return cls(make, model)
+
+    @classmethod
+    def head(cls, head: Head, clock: Clock = perf_counter) -> Drafting:
+        """Guesses of a head: trees, or chains, and these beside copies if drafts have no fixed length."""
+
+        def make(site: Site) -> Speculator:
+            assert site.target.features is not None
+            config = site.config
+            pool = _pool(head, site.num_pages, config.page_size)
+            runner = HeadRunner(head, pool, site.target.features, site.rows, site.vocab)
+            tree = _shape(config, head.head, site.rule)
+            drawing = HeadChain(runner, site.rule) if tree is None else HeadTree(runner, site.rule, tree)
+            if config.draft_tokens != "auto" or (tree is not None and config.nodes is not None):
+                return drawing
+            costs = measure(passes(site.target, site.rows), runner.measured, site.rows, clock)
+            return Adaptive(Lookup(config.lookup_match), drawing, costs, clock, tree)
+
+        return cls(make, head, head.head)
+
+
+def _shape(config: EngineConfig, head: HeadConfig, rule: Rule) -> Shape | None:
+    """Bounds of the trees that a head drafts; None: chains."""
+    tree = config.tree
+    if tree == "none" or (tree == "auto" and not (head.format in _EAGLE and rule.trees)):
+        return None
+    most = MAX_DRAFT if config.draft_tokens == "auto" else max(config.draft_tokens, 1)
+    return Shape(config.nodes or most, config.depth, config.tree_top_k, tree == "fixed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +154,10 @@ def assemble(target: Model, drafting: Drafting, config: EngineConfig, vocab: int
         InvalidValue: the pool cannot hold what the settings ask for, or the rule cannot verify such drafts.
     """
     vocab = min(vocab or target.config.vocab, target.config.vocab)
-    models = [target] if drafting.model is None else [target, drafting.model]
+    models: list[Model | Head] = [target] if drafting.model is None else [target, drafting.model]
     page_bytes = sum(Pool.bytes_per_page(m.config, config.page_size, m.dtype) for m in models)
+    width, taps = (drafting.reads.features, drafting.reads.taps) if drafting.reads is not None else (0, ())
+    page_bytes += config.page_size * width * target.dtype.itemsize
     num_pages = config.kv_pages or config.kv_bytes // page_bytes
     max_length = _max_length(models, config, num_pages)
     slots = max_length + MAX_NODES + 1
@@ -126,7 +165,8 @@ def assemble(target: Model, drafting: Drafting, config: EngineConfig, vocab: int
     device = torch.device(config.device)
     rows = Rows.allocate(config.max_rows, slots, -(-slots // config.page_size), vocab, device, sampler)
     rule = rule_of(config)
-    runner = Runner(target, _pool(target, num_pages, config.page_size), vocab)
+    features = Features.allocate(num_pages * config.page_size, width, target.dtype, device) if width else None
+    runner = Runner(target, _pool(target, num_pages, config.page_size), vocab, features, taps)
     threads = 1 if all(model.native for model in models) else torch.get_num_threads()
     with torch_threads(threads):
         speculator = drafting.make(Site(rows, rule, vocab, num_pages, config, runner))
@@ -135,7 +175,7 @@ def assemble(target: Model, drafting: Drafting, config: EngineConfig, vocab: int
     return Assembly(config, Lockstep(scheduler, Step(runner, speculator, rows, rule)), threads, vocab, max_length)
 
 
-def _max_length(models: list[Model], config: EngineConfig, num_pages: int) -> int:
+def _max_length(models: list[Model | Head], config: EngineConfig, num_pages: int) -> int:
     """The longest sequence: what is asked for, or the target's positions and the pool allow."""
     held = (num_pages - 1) * config.page_size
     if held < 2:
@@ -153,7 +193,7 @@ def _max_length(models: list[Model], config: EngineConfig, num_pages: int) -> in
     return length
 
 
-def _pool(model: Model, num_pages: int, page_size: int) -> Pool:
+def _pool(model: Model | Head, num_pages: int, page_size: int) -> Pool:
     try:
         return Pool.allocate(model.config, num_pages, page_size, model.dtype, model.device)
     except (MemoryError, RuntimeError) as error:

@@ -21,7 +21,7 @@ from tandem.kernels.attention import AttentionPlan
 from tandem.kernels.linear import TILE
 from tandem.speculate.draft import Draft
 
-__all__ = ["Spans", "stage"]
+__all__ = ["Spans", "preceding", "stage"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,15 @@ def stage(table: Rows, spans: Spans, page_size: int, tree: Draft | None = None) 
         ancestors=ancestors,
     )
     return Batch(table.tokens[row_of, slot], positions, page * page_size + slot % page_size, plan)
+
+
+def preceding(table: Rows, spans: Spans, page_size: int) -> Tensor:
+    """[T] the slot of the token before each of `stage`'s tokens; of a row's first token, its own."""
+    host = _places(spans.counts, table.tokens.shape[0] - 1, spans.rows)
+    local, row_of, offset = host.to(table.tokens.device, non_blocking=True)
+    start = torch.cat([spans.start, spans.start.new_zeros(1)])
+    before = (start[local] + offset - 1).clamp(min=0)
+    return table.pages[row_of, before // page_size] * page_size + before % page_size
 
 
 def _places(counts: tuple[int, ...], scratch: int, rows: tuple[int, ...]) -> Tensor:

@@ -167,7 +167,7 @@ class Step:
         root = decoding.known[:, None] - 1
         steps = torch.arange(verdict.path.shape[1], device=root.device)
         path = torch.where(steps < verdict.counts[:, None], verdict.path, steps)
-        self.target.pool.move(self._slots(decoding, root + path), self._slots(decoding, root + steps))
+        self.target.move(self._slots(decoding, root + path), self._slots(decoding, root + steps))
 
     def _slots(self, decoding: Decoding, place: Tensor) -> Tensor:
         pages = self.rows.pages[decoding.index[:, None], place // self.page_size]

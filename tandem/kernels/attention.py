@@ -89,6 +89,7 @@ class AttentionPlan:
         bounds: tuple[int, ...],
         seen_to: Tensor,
         ancestors: Tensor | None = None,
+        begin: int = 0,
     ) -> None:
         """Plan a batch of R rows whose tokens are packed row after row, then padded to T.
 
@@ -100,13 +101,19 @@ class AttentionPlan:
                 A row's tokens sit in consecutive slots below the bound, and none sees a slot after its own.
             ancestors: [T] int64 words; bit j set = the query sees slot seen_to + j, node j of the tree. Nodes follow
                 their parents. 0 for tokens outside of trees.
+            begin: no query sees a slot below it, but one that is below itself sees its own.
         """
         self.page_table = page_table
         self.counts = counts
         self.seen_to = seen_to
         self.ancestors = ancestors
+        self.begin = begin
         self._bounds = bounds
         self._layouts: dict[Geometry, _Layout] = {}
+
+    def beginning(self, begin: int) -> AttentionPlan:
+        """The same with another beginning."""
+        return AttentionPlan(self.page_table, self.counts, self._bounds, self.seen_to, self.ancestors, begin)
 
     def layout(self, geometry: Geometry) -> _Layout:
         """Index tensors for queries and pools of this geometry, made when first asked for."""
@@ -128,7 +135,7 @@ class AttentionPlan:
         """[R, M, width] bool: which slots the queries of `tokens` [R, M] see."""
         slots = torch.arange(width, device=tokens.device)
         seen_to = self.seen_to[tokens].unsqueeze(-1)
-        visible = slots <= seen_to
+        visible = (slots <= seen_to) & (slots >= seen_to.clamp(max=self.begin))
         if self.ancestors is None:
             return visible if window is None else visible & (slots > seen_to - window)
         ancestors = self.ancestors[tokens].unsqueeze(-1)

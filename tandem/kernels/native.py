@@ -44,6 +44,7 @@ class _Sight(Structure):
         ("seen_to", c_void_p),
         ("ancestors", c_void_p),
         ("first", c_void_p),
+        ("begin", c_int64),
         ("rows", c_int32),
     )
 
@@ -103,7 +104,11 @@ class ModelStruct(Structure):
 
 class _Pass(Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("tokens", "slots", "cosines", "sines", "kv", "hidden")),
+        *((name, c_void_p) for name in ("tokens", "given", "entry")),
+        ("taps", POINTER(c_int64)),
+        ("tapped", c_void_p),
+        ("tap_count", c_int64),
+        *((name, c_void_p) for name in ("slots", "cosines", "sines", "kv", "hidden")),
         *((name, c_int64) for name in ("count", "num_pages", "page_size")),
         ("sight", _Sight),
     )
@@ -296,36 +301,72 @@ def attend(q: Tensor, kv: Tensor, plan: AttentionPlan, window: int | None) -> Te
     return out
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a pass starts from, and what of it is wanted.
+
+    Attributes:
+        tokens: [T] int64 ids to look up in the embedding; or
+        state: [T, H] float32, the residual stream itself.
+        entry: [T, K] bfloat16, what the first layer's q, k and v multiply; None: the normed residual stream.
+        taps: numbers of layers after which the residual stream is wanted.
+    """
+
+    tokens: Tensor | None = None
+    state: Tensor | None = None
+    entry: Tensor | None = None
+    taps: tuple[int, ...] = ()
+
+
 def forward(
-    model: ModelStruct, tokens: Tensor, slots: Tensor, rotation: tuple[Tensor, Tensor], kv: Tensor, plan: AttentionPlan
-) -> Tensor:
-    """One pass: [T, H] bfloat16 hidden states after the final norm, zeros for padding tokens.
+    model: ModelStruct, start: Start, slots: Tensor, rotation: tuple[Tensor, Tensor], kv: Tensor, plan: AttentionPlan
+) -> tuple[Tensor, Tensor]:
+    """One pass: [T, H] bfloat16 hidden states after the last norm, and [T, taps * H]; zeros for padding tokens.
 
     Args:
         model: the weights.
-        tokens, slots: [T] int64.
+        start: what it starts from.
+        slots: [T] int64 where keys and values go.
         rotation: cosines and sines [T, 1, D] float32, as `Rope.tables` makes them.
         kv: the whole pool [L, 2, Hkv, num_pages, page_size, D] bfloat16.
         plan: what each token sees.
     """
-    count = sum(plan.counts)
-    hidden = torch.zeros(len(tokens), model.hidden, dtype=torch.bfloat16)
+    hidden = torch.zeros(len(slots), model.hidden, dtype=torch.bfloat16)
+    tapped = torch.zeros(len(slots), len(start.taps) * model.hidden, dtype=torch.bfloat16)
     sight, _kept = _sight(plan)
     cosines, sines = rotation
     step = _Pass(
-        tokens.data_ptr(),
-        slots.data_ptr(),
-        cosines.data_ptr(),
-        sines.data_ptr(),
-        kv.data_ptr(),
-        hidden.data_ptr(),
-        count,
-        kv.shape[3],
-        kv.shape[4],
-        sight,
+        tokens=_address(start.tokens),
+        given=_address(start.state),
+        entry=_address(start.entry),
+        taps=(c_int64 * len(start.taps))(*start.taps),
+        tapped=tapped.data_ptr(),
+        tap_count=len(start.taps),
+        slots=slots.data_ptr(),
+        cosines=cosines.data_ptr(),
+        sines=sines.data_ptr(),
+        kv=kv.data_ptr(),
+        hidden=hidden.data_ptr(),
+        count=sum(plan.counts),
+        num_pages=kv.shape[3],
+        page_size=kv.shape[4],
+        sight=sight,
     )
     _check(_library().tandem_forward(_team(), _number(), byref(model), byref(step)))
+    return hidden, tapped
+
+
+def embed(model: ModelStruct, tokens: Tensor) -> Tensor:
+    """[T] ids -> [T, H] bfloat16 rows of a model's embedding. The model has no layers and no norm."""
+    hidden = torch.empty(len(tokens), model.hidden, dtype=torch.bfloat16)
+    step = _Pass(tokens=_address(tokens.contiguous()), hidden=hidden.data_ptr(), count=len(tokens))
+    _check(_library().tandem_forward(_team(), _number(), byref(model), byref(step)))
     return hidden
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    assert tensor is None or tensor.is_contiguous()
+    return None if tensor is None else tensor.data_ptr()
 
 
 def draw(logits: Tensor, keys: Tensor | None, greedy: Tensor) -> Tensor:
@@ -359,7 +400,8 @@ def _sight(plan: AttentionPlan) -> tuple[_Sight, list[Tensor]]:
         kept.append(plan.ancestors.contiguous())
         ancestors = kept[-1].data_ptr()
     rows = len(plan.counts)
-    return _Sight(pages.data_ptr(), pages.shape[1], seen_to.data_ptr(), ancestors, first.data_ptr(), rows), kept
+    sight = _Sight(pages.data_ptr(), pages.shape[1], seen_to.data_ptr(), ancestors, first.data_ptr(), plan.begin, rows)
+    return sight, kept
 
 
 def _check(code: int) -> None:

@@ -6,7 +6,7 @@ layout of Hugging Face checkpoints, so that one `Decoder` serves all of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -107,6 +107,16 @@ class Model(Protocol):
 
     def forward(self, batch: Batch, pool: Pool) -> Tensor:
         """Run over a batch of T tokens, writing their KV to the pool: [T, H] hidden states after the final norm."""
+
+    def trace(self, batch: Batch, pool: Pool, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """`forward`, and beside it [T, len(taps) * H]: the residual stream after so many layers, tap by tap; 0 is the
+        embedding."""
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[T] ids -> [T, H], what the first layer starts from."""
+
+    def head(self, outputs: int) -> Callable[[Tensor], Tensor]:
+        """`logits` of the first `outputs` ids, by the same weights."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[K, H] hidden states of any K positions -> [K, outputs] in float32, or float64 for a float64 model; `outputs`

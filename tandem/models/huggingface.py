@@ -18,10 +18,14 @@ from tandem.errors import LoadError
 from tandem.models.config import ModelConfig
 from tandem.models.huggingface_config import parse_config
 
-__all__ = ["HuggingFaceCheckpoint"]
+__all__ = ["INDEX", "SINGLE", "HuggingFaceCheckpoint", "floats", "open_files", "read_json"]
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_LAYER = "model.layers."
+_HEADS = ("mtp.", "model.mtp_layers.")
+"""Draft heads that come with a model; DeepSeek's are further layers."""
+
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -31,22 +35,21 @@ class HuggingFaceCheckpoint:
     def __init__(self, path: Path) -> None:
         """Raises LoadError for an unknown architecture and for a file that is missing, cut short or contradictory."""
         self.path = path
-        self.config: ModelConfig = parse_config(read_json(path / "config.json"), path / "config.json")
-        self._files = _open_files(path)
+        raw = read_json(path / "config.json")
+        self.config: ModelConfig = parse_config(raw, path / "config.json")
+        further = raw.get("num_nextn_predict_layers") or 0
+        heads = tuple(f"{_LAYER}{self.config.layers + i}." for i in range(further if isinstance(further, int) else 0))
+        self._files = {n: file for n, file in open_files(path).items() if not n.startswith((*_HEADS, *heads))}
 
     def names(self) -> set[str]:
-        """Every tensor in the files."""
+        """Every tensor of the model in the files; those of a draft head beside it are not."""
         return set(self._files)
 
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor, in the dtype of the file. Raises LoadError if it is not there or not float."""
         if name not in self._files:
             raise LoadError(f"tensor {name} is missing")
-        tensor = self._files[name].get_tensor(name)
-        if tensor.dtype not in _FLOATS:
-            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in _FLOATS)
-            raise LoadError(f"tensor {name} is {tensor.dtype}; supported are {allowed}")
-        return tensor
+        return floats(name, self._files[name].get_tensor(name))
 
     def quantised(self, name: str) -> tuple[GGMLQuantizationType, torch.Tensor] | None:
         """None: quantised safetensors are refused when the configuration is read."""
@@ -70,13 +73,21 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _open_files(path: Path) -> dict[str, Any]:
+def floats(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, if it holds floats. Raises LoadError."""
+    if tensor.dtype not in _FLOATS:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in _FLOATS)
+        raise LoadError(f"tensor {name} is {tensor.dtype}; supported are {allowed}")
+    return tensor
+
+
+def open_files(path: Path) -> dict[str, Any]:
     """The open file that holds each tensor, by tensor name."""
-    index = path / _INDEX
+    index = path / INDEX
     if not index.exists():
-        if not (path / _SINGLE).exists():
-            raise LoadError(f"{path}: neither {_SINGLE} nor {_INDEX}; other weight formats are not supported")
-        return dict.fromkeys(*_open(path / _SINGLE))
+        if not (path / SINGLE).exists():
+            raise LoadError(f"{path}: neither {SINGLE} nor {INDEX}; other weight formats are not supported")
+        return dict.fromkeys(*_open(path / SINGLE))
     placed = read_json(index).get("weight_map")
     if not isinstance(placed, dict) or not placed or not all(isinstance(file, str) for file in placed.values()):
         raise LoadError(f"{index}: weight_map, from tensor to file, is needed")
@@ -89,7 +100,7 @@ def _open_files(path: Path) -> dict[str, Any]:
             files[name] = file
     for name, shard in placed.items():
         if name not in files:
-            raise LoadError(f"{path}: tensor {name} is not in {shard}, where {_INDEX} says it is")
+            raise LoadError(f"{path}: tensor {name} is not in {shard}, where {INDEX} says it is")
     return files
 
 

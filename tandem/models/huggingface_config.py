@@ -20,6 +20,7 @@ _FAMILIES = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "MiMoForCausalLM": "qwen2",  # what it adds is its draft head
 }
 
 _ONLY: dict[str, object] = {

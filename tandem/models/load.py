@@ -13,11 +13,13 @@ from tandem.errors import LoadError
 from tandem.kernels import native
 from tandem.models.config import Checkpoint, Model
 from tandem.models.decoder import Decoder
+from tandem.models.head import Head
+from tandem.models.head_formats import open_head
 from tandem.models.huggingface import HuggingFaceCheckpoint
 from tandem.models.native_decoder import NativeDecoder
 from tandem.models.weights import Weights
 
-__all__ = ["load_model", "model_of", "open_checkpoint"]
+__all__ = ["load_head", "load_model", "model_of", "open_checkpoint"]
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -62,6 +64,21 @@ def model_of(
     weights = Weights(checkpoint, dtype, device, width, outputs)
     on_kernels = dtype == torch.bfloat16 and device.type == "cpu" and bool(native.paths())
     return NativeDecoder(weights) if on_kernels else Decoder(weights)
+
+
+def load_head(path: Path, target: Model, width: Width = "auto", outputs: int | None = None) -> Head:
+    """Load a draft head for a target, with weights of `width`; a borrowed lm_head is cut to `outputs` ids.
+
+    Raises LoadError, also for a head that was made for another target.
+    """
+    checkpoint = open_head(path, target.config)
+    try:
+        return Head(checkpoint, target, Weights(checkpoint, target.dtype, target.device, width), outputs)
+    except LoadError as error:
+        raise LoadError(f"{path}: {error}") from error
+    finally:
+        checkpoint.close()
+        _return_freed_memory()
 
 
 def _return_freed_memory() -> None:

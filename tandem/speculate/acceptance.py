@@ -13,6 +13,7 @@ Counts fade, and few of them say little. So an estimate leans on a broader one w
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from tandem.request import Request
 from tandem.sampling import MAX_DRAFT
 
-__all__ = ["MEMORY", "Acceptance", "Floats"]
+__all__ = ["MEMORY", "Acceptance", "Estimates", "Floats", "TreeAcceptance"]
 
 Floats = NDArray[np.float64]
 
@@ -29,6 +30,22 @@ MEMORY = 32.0
 """Verdicts after which one counts 1 / e."""
 
 _TRUST = 4.0
+_FIRST = 0.7  # chance of a node's likeliest child in a tree
+_FURTHER = 0.25  # what the n-th node beside these adds, times n
+
+
+class Estimates(Protocol):
+    """What a policy believes of one source of guesses."""
+
+    @property
+    def judged(self) -> float:
+        """How many verdicts the estimates rest on."""
+
+    def survival(self, requests: Sequence[Request], kinds: Sequence[int]) -> Floats:
+        """[R, MAX_DRAFT]: by how much the 1st, 2nd, ... guess of a draft raises what is accepted; nowhere rising."""
+
+    def record(self, request: Request, kind: int, drafted: int, accepted: int, memory: float = MEMORY) -> None:
+        """Count one verdict: `accepted` of `drafted` > 0 guesses."""
 
 
 class Acceptance:
@@ -65,3 +82,43 @@ class Acceptance:
             counts[:, kind] *= 1 - 1 / memory
             counts[0, kind, :accepted] += 1
             counts[1, kind, : min(accepted + 1, drafted)] += 1
+
+
+class TreeAcceptance:
+    """The estimates for trees, of which the n likeliest nodes are drafted.
+
+    That a tree is grown by confidence fixes about how its nodes share what is accepted; how much that is differs. So a
+    node's worth is a curve over its rank, the same for all, times a factor that is learned: accepted tokens over what
+    the curve promised. The curve is that of a chance of `_FIRST` for the likeliest child of each node.
+    """
+
+    def __init__(self, depth: int) -> None:
+        ranks = np.arange(1, MAX_DRAFT + 1)
+        curve = np.maximum(_FIRST**ranks * (ranks <= depth), _FURTHER / ranks)
+        self._worth = np.sort(curve)[::-1]
+        self._all = np.zeros(2)  # accepted, promised
+        self._own: WeakKeyDictionary[Request, Floats] = WeakKeyDictionary()
+        self._count = 0.0
+
+    @property
+    def judged(self) -> float:
+        """How many verdicts the estimates rest on."""
+        return self._count
+
+    def survival(self, requests: Sequence[Request], kinds: Sequence[int]) -> Floats:
+        """[R, MAX_DRAFT]: by how much each further node raises what is accepted."""
+        shared = (self._all[0] + _TRUST) / (self._all[1] + _TRUST)
+        factors = [shared] * len(requests)
+        for i, request in enumerate(requests):
+            own = self._own.get(request)
+            if own is not None:
+                factors[i] = (own[0] + _TRUST * shared) / (own[1] + _TRUST)
+        return np.minimum(np.array(factors)[:, None] * self._worth, 1.0)
+
+    def record(self, request: Request, kind: int, drafted: int, accepted: int, memory: float = MEMORY) -> None:
+        """Count one verdict: `accepted` of the tokens in a tree of `drafted` nodes."""
+        own = self._own.setdefault(request, np.zeros(2))
+        self._count = self._count * (1 - 1 / memory) + 1
+        for counts in (self._all, own):
+            counts *= 1 - 1 / memory
+            counts += (accepted, self._worth[:drafted].sum())

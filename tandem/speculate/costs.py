@@ -18,7 +18,7 @@ from tandem.engine.runner import Runner
 from tandem.engine.stage import Spans, stage
 from tandem.speculate.acceptance import Floats
 
-__all__ = ["Clock", "Costs", "Curve", "measure"]
+__all__ = ["Clock", "Costs", "Curve", "Timed", "measure", "passes"]
 
 Clock = Callable[[], float]
 """Seconds from some beginning."""
@@ -77,8 +77,22 @@ class Costs:
         self.host += _RATE / 2 * (min(seconds, self.target(1) / 2) - self.host)
 
 
+Timed = Callable[[Spans, int], None]
+"""A pass over spans of committed tokens, and the likeliest token after each of the first so many, read by the host."""
+
+
+def passes(runner: Runner, rows: Rows) -> Timed:
+    """A model's passes."""
+
+    def run(spans: Spans, wanted: int) -> None:
+        hidden = runner.forward(stage(rows, spans, runner.pool.page_size))
+        runner.logits(hidden[:wanted]).max(-1).indices.tolist()
+
+    return run
+
+
 @torch.inference_mode()
-def measure(target: Runner, draft: Runner | None, rows: Rows, clock: Clock) -> Costs:
+def measure(target: Timed, draft: Timed | None, rows: Rows, clock: Clock) -> Costs:
     """Time passes of both models over the scratch row: up to three curves of 0.8 seconds each, beside
     their warm-up passes and the pass that has begun when a curve's time ends."""
     free = Curve({1: 0.0})
@@ -89,14 +103,11 @@ def measure(target: Runner, draft: Runner | None, rows: Rows, clock: Clock) -> C
     )
 
 
-def _run(runner: Runner, rows: Rows, tokens: int, wanted: int) -> None:
-    """One pass, and the likeliest of each of the `wanted` tokens' logits."""
+def _run(run: Timed, rows: Rows, tokens: int, wanted: int) -> None:
     counts = (_SPAN,) * (tokens // _SPAN) + ((tokens % _SPAN,) if tokens % _SPAN else ())
     scratch = (rows.known.shape[0] - 1,) * len(counts)
     index = torch.tensor(scratch, device=rows.known.device)
-    spans = Spans(scratch, index, torch.zeros_like(index), counts, counts)
-    hidden = runner.forward(stage(rows, spans, runner.pool.page_size))
-    runner.logits(hidden[:wanted]).max(-1).indices.tolist()
+    run(Spans(scratch, index, torch.zeros_like(index), counts, counts), wanted)
 
 
 def _curve(run: Callable[[int], None], sizes: Sequence[int], clock: Clock) -> Curve:

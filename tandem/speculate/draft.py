@@ -88,7 +88,7 @@ class Draft:
         return cls.chain(tokens, tuple(len(g) for g in guesses))
 
     def widened(self, places: Sequence[int], rows: int) -> Draft:
-        """This chain's rows at `places` among `rows` rows, of which the others draft nothing."""
+        """These rows at `places` among `rows` rows, of which the others draft nothing."""
         if len(places) == rows:
             return self
         at = torch.tensor(places, dtype=torch.int64, device=self.tokens.device)
@@ -97,10 +97,11 @@ class Draft:
         probs = self.probs
         if probs is not None:
             probs = probs.new_zeros(rows, *probs.shape[1:]).index_copy_(0, at, probs)
-        return Draft.chain(tokens, tuple(counts.get(r, 0) for r in range(rows)), probs)
+        parents = self.parents.new_zeros(rows, self.width).index_copy_(0, at, self.parents)
+        return Draft(tokens, parents, tuple(counts.get(r, 0) for r in range(rows)), self.branching, probs)
 
     def beside(self, copied: Draft) -> Draft:
-        """This chain where it drafts, and elsewhere `copied`, whose guesses were certain."""
+        """These rows where they draft, and elsewhere the chains `copied`, whose guesses were certain."""
         if not any(copied.counts):
             return self
         if not any(self.counts):
@@ -113,7 +114,10 @@ class Draft:
         if probs is not None:
             certain = one_hot(guesses, probs.shape[2]).to(probs.dtype)
             probs = torch.where(own[:, None, None], pad(probs, (0, 0, 0, width - self.width)), certain)
-        return Draft.chain(tokens, tuple(n or m for n, m in zip(self.counts, copied.counts, strict=True)), probs)
+        line = torch.arange(width, device=self.tokens.device)
+        parents = torch.where(own[:, None], pad(self.parents, (0, width - self.width)), line)
+        counts = tuple(n or m for n, m in zip(self.counts, copied.counts, strict=True))
+        return Draft(tokens, parents, counts, self.branching, probs)
 
     def places(self) -> Places:
         """Where its nodes stand, packed."""

@@ -10,6 +10,7 @@ committed token, the pending one included, and the logits of that last run are c
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,9 +20,9 @@ from tandem.cache.rows import Rows
 from tandem.engine.runner import Runner
 from tandem.engine.stage import Spans, stage
 from tandem.sampling import MAX_DRAFT
+from tandem.speculate.chain import draw_chains, ready
 from tandem.speculate.draft import Carry, Draft
-from tandem.speculate.law import Nodes, shape
-from tandem.speculate.verify import Noise, Rule
+from tandem.speculate.verify import Rule
 
 if TYPE_CHECKING:
     from tandem.engine.step import Decoding, Seen
@@ -45,35 +46,17 @@ class DraftModel:
 
     def draft(self, decoding: Decoding, carry: Carry) -> Draft:
         """Draw for the rows whose whole text it has seen; the others wait."""
-        asked = zip(decoding.requests, decoding.quota, strict=True)
-        places = [i for i, (request, quota) in enumerate(asked) if quota and request.observed == request.known]
-        rows = len(decoding.requests)
+        places, rows = ready(decoding), len(decoding.requests)
         if not places:
             return Draft.empty(rows, decoding.index.device)
         assert carry is not None, "rows draft only after they were observed"
-        return self._chains(decoding if len(places) == rows else decoding.of(places), carry).widened(places, rows)
+        some = decoding if len(places) == rows else decoding.of(places)
+        made = draw_chains(some, self.rows, self.rule, carry[some.index], partial(self._advance, some))
+        return made.widened(places, rows)
 
     def reach(self, request: Request, end: int) -> int:
         """Wants all, a long text in chunks."""
         return min(end, request.observed + _CHUNK) if request.quota else request.observed
-
-    def _chains(self, decoding: Decoding, carry: Tensor) -> Draft:
-        """Draw as the rule asks, from the draft's law shaped by the request's own sampling options."""
-        count = max(decoding.quota)
-        chance = Noise.of(self.rows, decoding.index, decoding.needs)
-        logits = carry[decoding.index]
-        tokens: list[Tensor] = []
-        laws: list[Tensor] = []
-        for depth in range(count):
-            path = torch.stack(tokens, 1) if tokens else decoding.index.new_empty(len(logits), 0)
-            nodes = Nodes(decoding.index, decoding.known + depth, path)
-            shaped = shape(logits, nodes, self.rows, decoding.needs)
-            token, law = self.rule.draw(shaped, depth, chance)
-            tokens.append(token)
-            laws += [] if law is None else [law]
-            if depth + 1 < count:
-                logits = self._advance(decoding, token, depth)
-        return Draft.chain(torch.stack(tokens, 1), decoding.quota, torch.stack(laws, 1) if laws else None)
 
     def observe(self, seen: Seen, carry: Carry) -> Carry:
         """Run over the spans; keep the logits of rows that will draft next."""

@@ -4,7 +4,7 @@ For every step the policy looks for the lengths k_r of all rows r at once that m
 
     sum over rows (1 + sum over j <= k_r of survival_r(j))
     ------------------------------------------------------------------------------
-    target(load + sum k_r) + host + (m - 1) draft(rows) + observe(tokens)      (m: depth of the model's chains)
+    target(load + sum k_r) + host + (m - 1) draft(rows) + observe(tokens)      (m: depth of the model's drafts)
 
 the goodput of TurboSpec and DSpark, with survival from `acceptance` and seconds from `costs`. Since survival falls with
 depth, the best n guesses of a batch are its n likeliest; the target's time climbs in steps, so every n is compared, not
@@ -33,10 +33,11 @@ from numpy.typing import NDArray
 from tandem.kernels.linear import TILE
 from tandem.request import Request
 from tandem.sampling import MAX_DRAFT
-from tandem.speculate.acceptance import MEMORY, Acceptance, Floats
+from tandem.speculate.acceptance import MEMORY, Acceptance, Estimates, Floats, TreeAcceptance
 from tandem.speculate.costs import Clock, Costs
 from tandem.speculate.draft import Carry, Draft, Speculator
 from tandem.speculate.lookup import Lookup
+from tandem.speculate.tree import Shape
 
 if TYPE_CHECKING:
     from tandem.engine.step import Decoding, Seen
@@ -51,7 +52,7 @@ _DRAWN = (0.6,)
 _DEPTHS = np.array([0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, MAX_DRAFT])
 _TESTED = 4.0  # verdicts from which a model's estimate is believed
 _LOOK = 8  # steps after which it is asked again whether a model would pay that has seen no text
-_TRIALS = 0.005  # their share of the time
+_TRIALS = 0.01  # their share of the time
 _TRIAL_MEMORY = 8.0
 _HORIZON = 128  # tokens within which catching up must pay
 _MARGIN = 0.02  # of a token's cost: not to catch up for a gain that may be chance
@@ -64,7 +65,7 @@ class _Guessed:
 
     known: int
     count: int
-    source: Acceptance
+    source: Estimates
     kind: int
 
 
@@ -90,15 +91,19 @@ class Adaptive:
     """Copies and, if there is a model, its guesses; each step the lengths and sources that pay."""
 
     max_draft = MAX_DRAFT
-    branching = False
 
-    def __init__(self, lookup: Lookup, model: Speculator | None, costs: Costs, clock: Clock) -> None:
+    def __init__(
+        self, lookup: Lookup, model: Speculator | None, costs: Costs, clock: Clock, tree: Shape | None = None
+    ) -> None:
+        """`tree` bounds the trees that the model drafts, if it does not draft chains."""
+        self.branching = tree is not None
+        self._depth, self._width = (MAX_DRAFT, 1) if tree is None else (tree.depth, tree.width)
+        self.drawn: Estimates = Acceptance(_DRAWN) if tree is None else TreeAcceptance(tree.depth)
         self.lookup = lookup
         self.model = model
         self.costs = costs
         self.clock = clock
-        self.copied = Acceptance(_COPIED)
-        self.drawn = Acceptance(_DRAWN)
+        self.copied: Estimates = Acceptance(_COPIED)
         self._guessed: WeakKeyDictionary[Request, _Guessed] = WeakKeyDictionary()
         self._trial: Request | None = None
         self._cost = 0.0  # seconds for each token without the model
@@ -124,7 +129,8 @@ class Adaptive:
         self._left = self.clock()
         if max(draws, default=0) > 1:
             rows = sum(n > 0 for n in draws)
-            self.costs.draft.correct(rows, (self._left - before) / (max(draws) - 1))
+            passes = min(max(draws), self._depth) - 1
+            self.costs.draft.correct(rows * self._width, (self._left - before) / max(passes, 1))
         self.costs.correct_host(idle + before - now)
         draft = drawn.beside(copied)
         self._tokens = decoding.load + sum(draft.counts) if decoding.load == len(copies) else 0
@@ -255,8 +261,8 @@ class Adaptive:
         chance = np.where(own[..., None], rows.drawn * deep, rows.copied).reshape(len(depths), -1)
         expected = len(rows.drawn) + _sums(np.sort(chance, 1)[:, ::-1])
         working = own.sum(1) + rows.fixed
-        passes = np.maximum(np.maximum(depths, rows.depth) - 1, 0)
-        making = passes * self.costs.draft.at(np.maximum(working, 1.0))
+        passes = np.clip(np.maximum(depths, rows.depth), 1, self._depth) - 1
+        making = passes * self.costs.draft.at(np.maximum(working * self._width, 1.0))
         making += self.costs.observe.at(np.maximum(working + (own * lasting).sum(1), 1.0))
         checking = self.costs.target.at(rows.load + np.arange(expected.shape[1], dtype=np.float64))
         return expected / (checking + self.costs.host + np.where(working, making, 0)[:, None]), chance, own

@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 from tandem.cache.rows import Rows
 from tandem.config import EngineConfig
 from tandem.errors import InvalidValue
-from tandem.kernels.noise import ACCEPT, DRAFT, RESIDUAL, TARGET, draw, key, uniform
+from tandem.kernels.noise import ACCEPT, DRAFT, RESIDUAL, TARGET, draw, gumbel, key, uniform
 from tandem.speculate.draft import Draft, Places, Verdict
 from tandem.speculate.law import Needs, probabilities
 
@@ -86,6 +86,14 @@ class Noise:
         """The tokens of `tandem.kernels.noise.draw`, by the noise of each row's seed."""
         keys = self._keys(stream, self.seed[row], self.root[row], depth) if self.sampled else None
         return draw(logits, keys, self.greedy[row])
+
+    def perturb(self, logits: Tensor, depth: int) -> Tensor:
+        """logits [R, W, V], plus the target's noise at position root + depth where a row is not greedy."""
+        if not self.sampled:
+            return logits
+        keys = self._keys(TARGET, self.seed, self.root, torch.full_like(self.root, depth))
+        noise = gumbel(keys, logits.shape[-1], logits.dtype)
+        return logits + noise.masked_fill_(self.greedy[:, None], 0)[:, None]
 
     def accept(self, p: Tensor, q: Tensor, depth: Tensor) -> Tensor:
         """u * q < p: no division, and False where p is not a number."""

@@ -9,7 +9,7 @@ import torch
 from tandem.cache.pool import Pool
 from tandem.cache.rows import Rows
 from tandem.engine.runner import Runner
-from tandem.speculate.costs import Costs, Curve, measure
+from tandem.speculate.costs import Costs, Curve, measure, passes
 from tests.exact.oracle import random_weights
 
 
@@ -63,7 +63,7 @@ def runner_and_rows() -> tuple[Runner, Rows]:
 def test_start_up_measures_all_and_writes_to_the_scratch_page_only():
     runner, rows = runner_and_rows()
     times = iter(range(10_000))
-    costs = measure(runner, runner, rows, lambda: next(times) * 1e-4)
+    costs = measure(passes(runner, rows), passes(runner, rows), rows, lambda: next(times) * 1e-4)
     assert all(curve(256) >= curve(1) > 0 for curve in (costs.target, costs.draft, costs.observe))
     assert runner.pool.keys[:, :, 1:].abs().max() == 0 < runner.pool.keys[:, :, 0].abs().max()
     assert rows.known.max() == rows.tokens.max() == rows.pages.max() == 0
@@ -72,6 +72,6 @@ def test_start_up_measures_all_and_writes_to_the_scratch_page_only():
 def test_start_up_on_a_slow_machine_stops_early():
     runner, rows = runner_and_rows()
     looks = iter(range(10_000))
-    costs = measure(runner, None, rows, lambda: next(looks) * 0.3)
+    costs = measure(passes(runner, rows), None, rows, lambda: next(looks) * 0.3)
     assert next(looks) < 12
     assert costs.target(256) > 2 * costs.target(16) > 0

@@ -12,7 +12,8 @@
 namespace tandem {
 
 void Workspace::fit(const Model &m, int64_t count) {
-    const int64_t q = m.heads * m.head_dim, widest = std::max(std::max(m.hidden, q), m.intermediate);
+    const int64_t q = m.heads * m.head_dim, first = m.layer_count ? m.layers[0].qkv[0].k : 0;
+    const int64_t widest = std::max({m.hidden, q, m.intermediate, first});
     const int64_t sizes[] = {4 * count * m.hidden,
                              4 * count * (q + 2 * m.kv_heads * m.head_dim),
                              2 * count * m.hidden,

@@ -25,7 +25,8 @@ static Reach reach_of(const Sight &sight, int64_t token, int window) {
     const int64_t length = root + 1 + __builtin_popcountll(later);
     // `later` has 63 bits at most, so its complement is not 0.
     const int64_t straight = root + 1 + __builtin_ctzll(~later);
-    return {window > 0 && window < length ? length - window : 0, straight, length, root, later};
+    const int64_t low = window > 0 && window < length ? length - window : 0;
+    return {std::max(low, std::min(sight.begin, root)), straight, length, root, later};
 }
 
 // The slots of `count` virtual positions from `start` on; -1 for those that the query does not see.

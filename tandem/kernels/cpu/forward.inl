@@ -28,6 +28,14 @@ static void norm_rows(Member &member, const float *x, const float *weight, uint1
     member.meet();
 }
 
+// The residual stream as it is, in bf16, `stride` apart.
+static void round_rows(Member &member, const float *x, uint16_t *out, int64_t stride, int64_t count, const Model &m) {
+    for (int64_t t = member.index; t < count; t += member.count) {
+        for (int64_t i = 0; i < m.hidden; i++) out[t * stride + i] = to_bf16(x[t * m.hidden + i]);
+    }
+    member.meet();
+}
+
 static void embed(Member &member, const Matrix &w, const Pass &pass, float *x) {
     const Format &f = format_of(w.kind);
     float tile[kTile * kStrip];
@@ -85,12 +93,30 @@ static void forward(Member &member, const Model &m, const Pass &pass, Workspace 
         matmul(member, Product{x, k, count, w, matrices, bias, y, y_stride, then, space.packed});
         member.meet();
     };
-    embed(member, m.embedding, pass, space.x);
+    auto tap = [&](int64_t layers) {
+        for (int64_t j = 0; j < pass.tap_count; j++) {
+            if (pass.taps[j] != layers) continue;
+            round_rows(member, space.x, pass.tapped + j * m.hidden, pass.tap_count * m.hidden, count, m);
+        }
+    };
+    if (pass.tokens != nullptr) {
+        embed(member, m.embedding, pass, space.x);
+    } else {
+        for (int64_t t = member.index; t < count; t += member.count) {
+            std::memcpy(space.x + t * m.hidden, pass.given + t * m.hidden, 4 * m.hidden);
+        }
+        member.meet();
+    }
+    tap(0);
     for (int64_t i = 0; i < m.layer_count; i++) {
         const Layer &layer = m.layers[i];
         uint16_t *keys = pass.kv + 2 * i * pool;
-        norm_rows(member, space.x, layer.attention_norm, space.normed, count, m);
-        product(space.normed, m.hidden, layer.qkv, layer.qkv_count, layer.qkv_bias, space.qkv, width, STORE);
+        const uint16_t *entry = i == 0 ? pass.entry : nullptr;
+        if (entry == nullptr) {
+            norm_rows(member, space.x, layer.attention_norm, space.normed, count, m);
+            entry = space.normed;
+        }
+        product(entry, layer.qkv[0].k, layer.qkv, layer.qkv_count, layer.qkv_bias, space.qkv, width, STORE);
         turn_rows(member, m, layer, pass, keys, space.qkv);
         attend(member,
                Attention{space.qkv, width, keys, keys + pool, pass.num_pages, space.attended, int32_t(m.heads),
@@ -101,6 +127,11 @@ static void forward(Member &member, const Model &m, const Pass &pass, Workspace 
         norm_rows(member, space.x, layer.mlp_norm, space.normed, count, m);
         product(space.normed, m.hidden, &layer.gate_up, 1, nullptr, space.inner, m.intermediate, SWIGLU);
         product(space.inner, m.intermediate, &layer.down, 1, nullptr, space.x, m.hidden, ADD);
+        tap(i + 1);
     }
-    norm_rows(member, space.x, m.norm, pass.hidden, count, m);
+    if (m.norm == nullptr) {
+        round_rows(member, space.x, pass.hidden, m.hidden, count, m);
+    } else {
+        norm_rows(member, space.x, m.norm, pass.hidden, count, m);
+    }
 }

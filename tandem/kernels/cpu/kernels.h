@@ -35,6 +35,7 @@ struct Sight {
     const int64_t *seen_to;    // [tokens]
     const int64_t *ancestors;  // [tokens] or null; 0 for tokens outside a tree
     const int32_t *first;      // [rows + 1]
+    int64_t begin;             // no query sees a slot below it, but one that is below itself sees its own
     int32_t rows;
 };
 
@@ -67,15 +68,20 @@ struct Layer {
 
 struct Model {
     const Layer *layers;
-    const float *norm;  // [hidden], after the last layer
-    Matrix embedding;   // [vocab, hidden]
+    const float *norm;  // [hidden], after the last layer; null: there is none
+    Matrix embedding;   // [vocab, hidden]; not there in a draft head, which is given its states
     int64_t layer_count, hidden, heads, kv_heads, head_dim, intermediate;
     float eps;
 };
 
 // One forward pass. KV is [layers, 2, kv_heads, num_pages, page_size, head_dim] bf16.
 struct Pass {
-    const int64_t *tokens;  // [count] ids
+    const int64_t *tokens;  // [count] ids, or null: the pass starts from `given`
+    const float *given;     // [count, hidden] residual stream
+    const uint16_t *entry;  // [count, k] bf16, what the first layer's qkv multiply; null: the normed residual stream
+    const int64_t *taps;    // [tap_count] numbers of layers after which the residual stream is wanted
+    uint16_t *tapped;       // [count, tap_count, hidden] bf16, out
+    int64_t tap_count;
     const int64_t *slots;   // [count] where keys and values go: page * page_size + offset
     const float *cosines, *sines;  // [count, head_dim], as `Rope.tables` makes them
     uint16_t *kv;

@@ -1,0 +1,133 @@
+"""`Head`: a draft head's forward pass, one function for every kind (see `head_config`), over torch or native layers.
+
+    lift      the target's features of a token -> the state the head reads, [T, F] -> [T, H]
+    run       (state of token i, token i + 1) -> the next state; the target's first, then the head's own
+    logits    state -> what follows
+
+The embedding is the target's own tensor, and so is the lm_head unless the file has one of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tandem.cache.pool import Pool
+from tandem.engine.batch import Batch
+from tandem.kernels.linear import TILE, Linear
+from tandem.kernels.norm import RMSNorm
+from tandem.kernels.precision import widen
+from tandem.models.config import Matrix, Model, ModelConfig
+from tandem.models.decoder import Layers
+from tandem.models.head_config import HeadConfig, HeadFile
+from tandem.models.native_decoder import NativeLayers, NativeMatrix
+from tandem.models.weights import Weights
+
+__all__ = ["Head"]
+
+_NORM = "model.norm.weight"
+
+
+class Head:
+    """One head, joined to its target.
+
+    Attributes:
+        head: its conventions.
+        config: the shape of its layers, which is that of its KV; positions as far as the target's.
+        dtype, device: the target's.
+        ids: [outputs] int64 the target's id of each of its outputs, or None where these are the first ones.
+    """
+
+    def __init__(self, checkpoint: HeadFile, target: Model, weights: Weights, outputs: int | None) -> None:
+        """Read every weight; of a borrowed lm_head the first `outputs` ids are used. Raises LoadError."""
+        self.head: HeadConfig = checkpoint.head
+        # Positions are relative: what a head was trained on limits its quality, not its use (heads.md, 5).
+        most = max(self.head.layer.max_position, target.config.max_position)
+        self.config: ModelConfig = replace(self.head.layer, max_position=most)
+        self.dtype, self.device, self.native = target.dtype, target.device, target.native
+        self._target = target
+        self._weights = weights
+        hidden, norms = self.config.hidden, self.head
+        wide = norms.joined == "wide"
+        self._embedding_norm = self._norm("embedding_norm.weight") if norms.embedding_norm else None
+        self._hidden_norm = self._norm("hidden_norm.weight") if norms.hidden_norm else None
+        self._fc = None if wide else self._matrix("fc", 2 * hidden, norms.fc_bias)
+        self._feature_fc = self._matrix("feature_fc", norms.features, False) if norms.feature_fc else None
+        self._feature_norms = self._load_feature_norms()
+        last = norms.output_norm and norms.recycle == "pre"
+        self._last_norm = self._norm(_NORM) if last else None
+        layers = NativeLayers if self.native else Layers
+        norm = _NORM if norms.output_norm and not last else None
+        self._layers = layers(weights, 2 * hidden if wide else None, norms.input_norm, norm)
+        self._own_head = self._multiplier("lm_head.weight", self.config.vocab, hidden) if norms.own_head else None
+        # A head of its own has been reduced by whoever trained it.
+        borrowed = min(self.config.vocab, outputs or self.config.vocab)
+        self._lm_head: Callable[[Tensor], Tensor] = self._own_head or target.head(borrowed)
+        ids = checkpoint.mapping() if norms.own_head else None
+        self.ids = None if ids is None else ids.to(self.device)
+        weights.finish()
+        del self._weights
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of its own weights that one pass reads, a borrowed lm_head not counted."""
+        return sum(matrix.nbytes for matrix in self.matrices().values())
+
+    def matrices(self) -> Mapping[str, Matrix]:
+        """What a pass multiplies with, by name; a borrowed lm_head is not among them."""
+        own = {"fc": self._fc, "feature_fc": self._feature_fc, "head": self._own_head}
+        return {name: matrix for name, matrix in own.items() if matrix is not None} | dict(self._layers.matrices())
+
+    @torch.inference_mode()
+    def lift(self, features: Tensor) -> Tensor:
+        """[T, F] of the target -> [T, H]."""
+        parts = features.split(features.shape[1] // len(self._feature_norms), 1) if self._feature_norms else ()
+        if parts:
+            features = torch.cat([norm(part) for norm, part in zip(self._feature_norms, parts, strict=True)], 1)
+        return features if self._feature_fc is None else self._feature_fc(features).to(self.dtype)
+
+    @torch.inference_mode()
+    def run(self, tokens: Tensor, state: Tensor, batch: Batch, pool: Pool) -> Tensor:
+        """One pass; `batch` says where the tokens stand. tokens [T], state [T, H] -> [T, H]."""
+        e = self._target.embed(tokens)
+        e = e if self._embedding_norm is None else self._embedding_norm(e)
+        h = state if self._hidden_norm is None else self._hidden_norm(state)
+        both = torch.cat((h, e) if self.head.hidden_first else (e, h), 1)
+        if self._fc is None:
+            return self._layers.run(h if self.head.normed_residual else state, batch, pool, both)
+        return self._layers.run(self._fc(both), batch, pool)
+
+    @torch.inference_mode()
+    def logits(self, state: Tensor) -> Tensor:
+        """[K, H] -> [K, outputs] in float32, or float64."""
+        if self._last_norm is None:
+            return widen(self._lm_head(state))
+        padded = pad(state, (0, 0, 0, -len(state) % TILE))  # the norm's bits depend on the rows where these are few
+        return widen(self._lm_head(self._last_norm(padded)[: len(state)]))
+
+    def _norm(self, name: str, *shape: int) -> RMSNorm:
+        return RMSNorm(self._weights.take(name, *(shape or (self.config.hidden,))), self.config.norm_eps)
+
+    def _matrix(self, name: str, columns: int, biased: bool) -> Matrix:
+        rows = self.config.hidden
+        bias = self._weights.take(f"{name}.bias", rows) if biased else None
+        return self._multiplier(f"{name}.weight", rows, columns, bias)
+
+    def _multiplier(self, name: str, rows: int, columns: int, bias: Tensor | None = None) -> Matrix:
+        if self.native:
+            return NativeMatrix.read(self._weights, name, rows, columns, bias)
+        return Linear.packed(self._weights.take(name, rows, columns), bias)
+
+    def _load_feature_norms(self) -> list[RMSNorm]:
+        width, kind = self.head.target_hidden, self.head.feature_norm
+        if kind == "whole":
+            return [self._norm("feature_norm.weight", self.head.features)]
+        return (
+            [self._norm(f"feature_norm.{i}.weight", width) for i in range(len(self.head.taps))]
+            if kind == "each"
+            else []
+        )
