@@ -64,8 +64,8 @@ class LLM:
 
         Args:
             model: a catalogue name, a path, or a Hugging Face repository.
-            draft: "none", "lookup", the name or path of a draft model, or "auto": the draft that the catalogue pairs
-                with the model, else lookup.
+            draft: "none", "lookup", the name or path of a draft model or of a head, "mtp" for the head in the model's
+                own files, or "auto": the draft that the catalogue pairs with the model, else lookup.
             settings: fields of `EngineConfig`.
 
         Raises:
@@ -90,17 +90,18 @@ class LLM:
         if self.draft == "auto":
             self.draft = (found.entry.draft if found.entry else None) or "lookup"
         self.tokenizer = _open_tokenizer(found.path)
-        making = self._making()
+        making = self._making(found.path)
         target = load_model(found.path, dtype, self.config.device, self.config.weights)
         return assemble(target, making(target), self.config, self.tokenizer.vocab_size)
 
-    def _making(self) -> Callable[[Model], Drafting]:
+    def _making(self, model: Path) -> Callable[[Model], Drafting]:
         """How the drafting is made once there is a target. What can be refused before that is refused here."""
         named = {"none": Drafting.none, "lookup": Drafting.lookup}.get(self.draft)
         if named is not None:
             return lambda target: named()
-        path, width, outputs = resolve(self.draft).path, self.config.draft_weights, self.config.draft_vocab
-        if is_head(path):
+        own, width, outputs = self.draft == "mtp", self.config.draft_weights, self.config.draft_vocab
+        path = model if own else resolve(self.draft).path
+        if own or is_head(path):
             return lambda target: Drafting.head(load_head(path, target, width, outputs))
         check_pair(self.tokenizer, _open_tokenizer(path))
         return lambda target: Drafting.draft_model(load_model(path, target.dtype, target.device, width, outputs))

@@ -101,7 +101,7 @@ class AttentionPlan:
                 A row's tokens sit in consecutive slots below the bound, and none sees a slot after its own.
             ancestors: [T] int64 words; bit j set = the query sees slot seen_to + j, node j of the tree. Nodes follow
                 their parents. 0 for tokens outside of trees.
-            begin: no query sees a slot below it, but one that is below itself sees its own.
+            begin: a query sees no slot below it; where `seen_to` itself is below it, none below `seen_to`.
         """
         self.page_table = page_table
         self.counts = counts

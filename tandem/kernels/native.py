@@ -267,9 +267,8 @@ def matmul(x: Tensor, weights: Sequence[Packed], bias: Tensor | None = None) -> 
     outputs = sum(w.n for w in weights)
     y = torch.empty(x.shape[0], outputs)
     matrices = (MatrixStruct * len(weights))(*(w.struct for w in weights))
-    pointer = None if bias is None else bias.data_ptr()
     product = _Product(
-        x.data_ptr(), x.shape[1], x.shape[0], matrices, len(weights), pointer, y.data_ptr(), outputs, 0, None
+        x.data_ptr(), x.shape[1], x.shape[0], matrices, len(weights), _address(bias), y.data_ptr(), outputs, 0, None
     )
     _check(_library().tandem_matmul(_team(), _number(), byref(product)))
     return y
@@ -282,20 +281,9 @@ def attend(q: Tensor, kv: Tensor, plan: AttentionPlan, window: int | None) -> Te
     assert kv.dtype in (torch.bfloat16, torch.float32) and kv.is_contiguous()
     q = (q.float() * head_dim**-0.5).contiguous()
     out = torch.zeros(tokens, heads * head_dim, dtype=kv.dtype)
-    attention = _Attention(
-        q.data_ptr(),
-        heads * head_dim,
-        kv[0].data_ptr(),
-        kv[1].data_ptr(),
-        num_pages,
-        out.data_ptr(),
-        heads,
-        kv_heads,
-        head_dim,
-        page_size,
-        window or 0,
-        kv.dtype == torch.float32,
-    )
+    entries, wide = (kv[0].data_ptr(), kv[1].data_ptr()), kv.dtype == torch.float32
+    sizes = (heads, kv_heads, head_dim, page_size, window or 0)
+    attention = _Attention(q.data_ptr(), heads * head_dim, *entries, num_pages, out.data_ptr(), *sizes, wide)
     sight, _kept = _sight(plan)
     _library().tandem_attend(_team(), _number(), byref(attention), byref(sight))
     return out
@@ -308,7 +296,8 @@ class Start:
     Attributes:
         tokens: [T] int64 ids to look up in the embedding; or
         state: [T, H] float32, the residual stream itself.
-        entry: [T, K] bfloat16, what the first layer's q, k and v multiply; None: the normed residual stream.
+        entry: [T, K] bfloat16, what the first layer's q, k and v multiply; None: the normed residual stream, which a
+            first layer without a norm does not have.
         taps: numbers of layers after which the residual stream is wanted.
     """
 
@@ -331,6 +320,13 @@ def forward(
         kv: the whole pool [L, 2, Hkv, num_pages, page_size, D] bfloat16.
         plan: what each token sees.
     """
+    assert (start.tokens is None) != (start.state is None)
+    assert start.state is None or start.state.dtype == torch.float32
+    first = model.layers[0]
+    if start.entry is None:
+        assert first.attention_norm is not None and first.qkv[0].k == model.hidden
+    else:
+        assert start.entry.dtype == torch.bfloat16 and start.entry.shape[1] == first.qkv[0].k
     hidden = torch.zeros(len(slots), model.hidden, dtype=torch.bfloat16)
     tapped = torch.zeros(len(slots), len(start.taps) * model.hidden, dtype=torch.bfloat16)
     sight, _kept = _sight(plan)
@@ -377,8 +373,7 @@ def draw(logits: Tensor, keys: Tensor | None, greedy: Tensor) -> Tensor:
     keys = None if keys is None else keys.contiguous()
     greedy = greedy.contiguous()
     tokens = torch.empty(rows, dtype=torch.int64)
-    pointer = None if keys is None else keys.data_ptr()
-    wanted = _Draw(logits.data_ptr(), logits.stride(0), rows, vocab, pointer, greedy.data_ptr())
+    wanted = _Draw(logits.data_ptr(), logits.stride(0), rows, vocab, _address(keys), greedy.data_ptr())
     _check(_library().tandem_draw(_team(), _number(), byref(wanted), c_void_p(tokens.data_ptr())))
     return tokens
 
@@ -389,19 +384,15 @@ def read(data: Tensor) -> int:
     return _library().tandem_read(_team(), c_void_p(data.data_ptr()), c_int64(data.nbytes))
 
 
-def _sight(plan: AttentionPlan) -> tuple[_Sight, list[Tensor]]:
+def _sight(plan: AttentionPlan) -> tuple[_Sight, tuple[Tensor | None, ...]]:
     """The struct, and the tensors that it points into."""
     pages, seen_to = plan.page_table.contiguous(), plan.seen_to.contiguous()
-    first = torch.zeros(len(plan.counts) + 1, dtype=torch.int32)
+    words, rows = None if plan.ancestors is None else plan.ancestors.contiguous(), len(plan.counts)
+    first = torch.zeros(rows + 1, dtype=torch.int32)
     first[1:] = torch.tensor(plan.counts).cumsum(0)
-    kept = [pages, seen_to, first]
-    ancestors = None
-    if plan.ancestors is not None:
-        kept.append(plan.ancestors.contiguous())
-        ancestors = kept[-1].data_ptr()
-    rows = len(plan.counts)
-    sight = _Sight(pages.data_ptr(), pages.shape[1], seen_to.data_ptr(), ancestors, first.data_ptr(), plan.begin, rows)
-    return sight, kept
+    width, ancestors = pages.shape[1], _address(words)
+    sight = _Sight(pages.data_ptr(), width, seen_to.data_ptr(), ancestors, first.data_ptr(), plan.begin, rows)
+    return sight, (pages, seen_to, first, words)
 
 
 def _check(code: int) -> None:

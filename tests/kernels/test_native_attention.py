@@ -66,7 +66,7 @@ class Shape:
         return Row(keys, values, queries[first:], list(range(first, length)), [0] * tokens)
 
 
-def lay_out(rows, shape, extra_pages=0):
+def lay_out(rows, shape, extra_pages=0, begin=0):
     """The queries [T, Hq, D], a pool whose unused slots hold large numbers, and the plan."""
     width = max(-(-row.length // shape.page_size) for row in rows)
     order = torch.randperm(len(rows) * width, generator=torch.Generator().manual_seed(len(rows))) + 1
@@ -85,6 +85,7 @@ def lay_out(rows, shape, extra_pages=0):
         tuple(row.length for row in rows),
         pad(seen, (0, filler)),
         pad(words, (0, filler)) if words.any() else None,
+        begin,
     )
     q = pad(torch.cat([row.queries for row in rows]), (0, 0, 0, 0, 0, filler))
     return q, pool, plan
@@ -98,9 +99,9 @@ def run(rows, shape, extra_pages=0):
     return out[: sum(counts)].split(counts)
 
 
-def check(rows, shape):
+def check(rows, shape, begin=0):
     """Compare with the twin."""
-    q, pool, plan = lay_out(rows, shape)
+    q, pool, plan = lay_out(rows, shape, begin=begin)
     count = sum(plan.counts)
     out = native.attend(q, pool, plan, shape.window)[:count]
     assert out.dtype == shape.dtype
@@ -140,6 +141,26 @@ def chain_rows(row, context, parents):
         slots = [*range(context), *(context + n for n in line)]
         query = row.queries[before + node :][:1]
         yield Row(row.keys[slots], row.values[slots], query, [len(slots) - 1], [0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("begin", [1, 2, 37])
+def test_slots_before_the_beginning_are_not_seen(path, dtype, window, begin):
+    """Whatever is in them; and who stands there sees itself, so that its numbers are numbers."""
+    shape = Shape(dtype=dtype, window=window)
+    tree = tree_row(shape, 45, tree_of(12, 3), 4, before=3)
+    rows = [shape.plain(1, 1), shape.plain(40, 40, 1), shape.plain(200, 1, 2), tree]
+    check(rows, shape, begin)
+    q, pool, plan = lay_out(rows, shape, begin=begin)
+    out = native.attend(q, pool, plan, window)
+    for row, changed in zip(rows, (0, begin, begin, begin), strict=True):
+        row.keys[:changed], row.values[:changed] = 7.0, -9.0
+    _, other, _ = lay_out(rows, shape, begin=begin)
+    again = native.attend(q, other, plan, window)
+    seen = torch.tensor([slot for row in rows for slot in row.seen_to])
+    later = torch.nonzero(seen >= begin)[:, 0]
+    assert torch.equal(out[later], again[later]) and len(later) > 10
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -35,7 +35,7 @@ struct Sight {
     const int64_t *seen_to;    // [tokens]
     const int64_t *ancestors;  // [tokens] or null; 0 for tokens outside a tree
     const int32_t *first;      // [rows + 1]
-    int64_t begin;             // no query sees a slot below it, but one that is below itself sees its own
+    int64_t begin;             // a query sees no slot below the smaller of this and its seen_to
     int32_t rows;
 };
 
