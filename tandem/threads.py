@@ -16,8 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
-import torch
-
 __all__ = ["apart", "keep_threads", "torch_threads", "usable_cores"]
 
 P = ParamSpec("P")
@@ -32,6 +30,8 @@ def apart(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 def keep_threads(count: int) -> None:
     """Let torch compute with `count` threads in this thread, whatever other threads say later."""
+    import torch  # late: scheduling and settings work without it
+
     torch.get_num_threads()  # a thread takes over the last number set anywhere when it first asks: not after this
     torch.set_num_threads(count)
 
@@ -39,6 +39,8 @@ def keep_threads(count: int) -> None:
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
     """Let torch compute with `count` threads in this thread. Threads that begin to compute meanwhile take it over."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

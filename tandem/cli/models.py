@@ -18,7 +18,10 @@ __all__ = ["DraftOption", "ModelArgument", "open_llm", "pull"]
 
 ModelArgument = Annotated[str, typer.Argument(help="a name (see `tandem pull`), a path, or a Hugging Face repository")]
 DraftOption = Annotated[
-    str, typer.Option(help='"none", "lookup", a draft model, or "auto": the draft paired with the model, else lookup')
+    str,
+    typer.Option(
+        help='"none", "lookup", a draft model or head, "mtp": the model\'s own, or "auto": what it is paired with'
+    ),
 ]
 
 
@@ -27,7 +30,7 @@ def open_llm(model: str, draft: str, settings: EngineConfig) -> LLM:
     found = _fetch(Hub(), model)
     if draft == "auto" and found.entry is not None and found.entry.draft:
         _fetch(Hub(), found.entry.draft)
-    elif draft not in ("auto", "none", "lookup"):
+    elif draft not in ("auto", "none", "lookup", "mtp"):
         _fetch(Hub(), draft)
     return LLM(model, draft, **asdict(settings))
 

@@ -354,8 +354,8 @@ def forward(
 
 def embed(model: ModelStruct, tokens: Tensor) -> Tensor:
     """[T] ids -> [T, H] bfloat16 rows of a model's embedding. The model has no layers and no norm."""
-    hidden = torch.empty(len(tokens), model.hidden, dtype=torch.bfloat16)
-    step = _Pass(tokens=_address(tokens.contiguous()), hidden=hidden.data_ptr(), count=len(tokens))
+    tokens, hidden = tokens.contiguous(), torch.empty(len(tokens), model.hidden, dtype=torch.bfloat16)
+    step = _Pass(tokens=_address(tokens), hidden=hidden.data_ptr(), count=len(tokens))
     _check(_library().tandem_forward(_team(), _number(), byref(model), byref(step)))
     return hidden
 

@@ -130,6 +130,8 @@ def open_head(path: Path, target: ModelConfig) -> HeadCheckpoint:
         LoadError: there is none, its parts are missing, unknown or of another shape, it was made for another target,
             or it is of a kind that is not supported. The message names the field and both values.
     """
+    if not path.is_dir():
+        raise LoadError(f"{path}: no draft head: a folder with config.json is needed")
     raw, stored = read_json(path / "config.json"), _open(path)
     kind = _format(raw, stored)
     if kind is None:

@@ -144,6 +144,7 @@ def upset(speculator: Adaptive) -> None:
     speculator.copied, speculator.drawn = Moody(), Moody()
     speculator.costs = Costs(MoodyCurve(1.0, 1), MoodyCurve(0.1, 2), MoodyCurve(0.4, 3))
     speculator.clock = lambda: float(next(times))
+    speculator._began = speculator._left = speculator._ended = 0.0  # of this clock, not of the real one
 
 
 def drafting(kind: str, dtype=torch.float64) -> Drafting:

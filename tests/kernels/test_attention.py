@@ -49,7 +49,7 @@ class World:
             self.keys.append(entries[0])
             self.values.append(entries[1])
 
-    def run(self, spans, window=None, extra_pages=0, bound=0):
+    def run(self, spans, window=None, extra_pages=0, bound=0, begin=0):
         """Attend for `spans`, (row, first, end) each; returns one [tokens, Hq * D] per span."""
         tokens = sum(end - first for _, first, end in spans)
         filler = -tokens % 16
@@ -60,6 +60,7 @@ class World:
             tuple(end - first for _, first, end in spans),
             tuple(end + bound for _, _, end in spans),
             seen,
+            begin=begin,
         )
         out = attend(pad(q, (0, 0, 0, 0, 0, filler)), self.pool, plan, window)
         return out[:tokens].split([end - first for _, first, end in spans])
@@ -72,9 +73,9 @@ class World:
         weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
         return torch.einsum("hnl,hld->nhd", weights, values).flatten(1)
 
-    def causal(self, row, first, end, window=None):
+    def causal(self, row, first, end, window=None, begin=0):
         slots, own = torch.arange(self.lengths[row]), torch.arange(first, end)[:, None]
-        visible = slots <= own
+        visible = (slots <= own) & ((slots >= begin) | (slots == own))
         return visible if window is None else visible & (slots > own - window)
 
 
@@ -160,6 +161,34 @@ def test_later_slots_are_not_seen():
     assert torch.equal(world.run([(0, 100, 110)])[0], before)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("begin", [1, 2, 130])
+@pytest.mark.parametrize("window", [None, 3, 100])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_beginning(dtype, begin, window, page_size):
+    """Slots before it are seen by nobody but the token that sits there."""
+    world = World([1, 40, 333], page_size=page_size, dtype=dtype)
+    spans = [(0, 0, 1), (1, 0, 40), (2, 0, 300)]
+    clean = world.run(spans, window, begin=begin)
+    for (row, first, end), out in zip(spans, clean, strict=True):
+        close(out, world.dense(row, world.queries[row][first:end], world.causal(row, first, end, window, begin)))
+        assert torch.equal(world.run([(row, first, end)], window, begin=begin)[0], out)
+    slots = torch.arange(begin)
+    world.pool[:, :, world.table[2, slots // page_size], slots % page_size] = 1e30
+    assert torch.equal(world.run([(2, begin, 300)], window, begin=begin)[0], clean[2][begin:])
+
+
+def test_a_plan_can_be_given_another_beginning():
+    world = World([40], page_size=8)
+    q = pad(world.queries[0], (0, 0, 0, 0, 0, 8))
+    plan = AttentionPlan(world.table, (40,), (40,), pad(torch.arange(40), (0, 8)))
+    whole = attend(q, world.pool, plan, None)[:40]
+    later = attend(q, world.pool, plan.beginning(2), None)[:40]
+    assert torch.equal(later, world.run([(0, 0, 40)], begin=2)[0])
+    assert torch.equal(attend(q, world.pool, plan, None)[:40], whole)
+    assert not torch.equal(later, whole)
+
+
 def tree_of(nodes, seed):
     """Parents of a random tree whose node 0 is the root, and each node's depth."""
     generator = torch.Generator().manual_seed(seed)
@@ -182,8 +211,10 @@ def words_of(parents):
 @pytest.mark.parametrize("nodes", [1, 17, 64])
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("chain", [4, 110])
-def test_tree(dtype, nodes, window, chain):
-    """A row of chain tokens and a tree behind them, next to a row of plain tokens."""
+@pytest.mark.parametrize("begin", [0, 2, 114, 120])
+def test_tree(dtype, nodes, window, chain, begin):
+    """A row of chain tokens and a tree behind them, next to a row of plain tokens. The first visible slot may be past
+    the root."""
     parents, depths = tree_of(nodes, 5)
     context = 115
     total = context + nodes
@@ -201,6 +232,7 @@ def test_tree(dtype, nodes, window, chain):
         (60, total),
         pad(torch.cat((torch.arange(57, 60), sight)), (0, filler)),
         pad(torch.cat((torch.zeros(3, dtype=torch.int64), words)), (0, filler)),
+        begin,
     )
     q = pad(torch.cat((world.queries[0][57:], world.queries[1][own])), (0, 0, 0, 0, 0, filler))
     out = attend(q, world.pool, plan, window)
@@ -216,8 +248,9 @@ def test_tree(dtype, nodes, window, chain):
         visible[chain + i] = line
     if window is not None:
         visible &= position > position[own][:, None] - window
+    visible &= slots >= sight.clamp(max=begin)[:, None]
     close(out[3 : 3 + len(own)], world.dense(1, world.queries[1][own], visible))
-    close(out[:3], world.dense(0, world.queries[0][57:], world.causal(0, 57, 60, window)))
+    close(out[:3], world.dense(0, world.queries[0][57:], world.causal(0, 57, 60, window, begin)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -52,6 +52,7 @@ class Shape:
     page_size: int = 16
     dtype: torch.dtype = torch.bfloat16
     window: int | None = None
+    begin: int = 0
 
     def entries(self, length: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values [length, Hkv, D], and queries [length, Hq, D]."""
@@ -66,7 +67,7 @@ class Shape:
         return Row(keys, values, queries[first:], list(range(first, length)), [0] * tokens)
 
 
-def lay_out(rows, shape, extra_pages=0, begin=0):
+def lay_out(rows, shape, extra_pages=0):
     """The queries [T, Hq, D], a pool whose unused slots hold large numbers, and the plan."""
     width = max(-(-row.length // shape.page_size) for row in rows)
     order = torch.randperm(len(rows) * width, generator=torch.Generator().manual_seed(len(rows))) + 1
@@ -85,7 +86,7 @@ def lay_out(rows, shape, extra_pages=0, begin=0):
         tuple(row.length for row in rows),
         pad(seen, (0, filler)),
         pad(words, (0, filler)) if words.any() else None,
-        begin,
+        shape.begin,
     )
     q = pad(torch.cat([row.queries for row in rows]), (0, 0, 0, 0, 0, filler))
     return q, pool, plan
@@ -99,9 +100,9 @@ def run(rows, shape, extra_pages=0):
     return out[: sum(counts)].split(counts)
 
 
-def check(rows, shape, begin=0):
+def check(rows, shape):
     """Compare with the twin."""
-    q, pool, plan = lay_out(rows, shape, begin=begin)
+    q, pool, plan = lay_out(rows, shape)
     count = sum(plan.counts)
     out = native.attend(q, pool, plan, shape.window)[:count]
     assert out.dtype == shape.dtype
@@ -144,26 +145,6 @@ def chain_rows(row, context, parents):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 50])
-@pytest.mark.parametrize("begin", [1, 2, 37])
-def test_slots_before_the_beginning_are_not_seen(path, dtype, window, begin):
-    """Whatever is in them; and who stands there sees itself, so that its numbers are numbers."""
-    shape = Shape(dtype=dtype, window=window)
-    tree = tree_row(shape, 45, tree_of(12, 3), 4, before=3)
-    rows = [shape.plain(1, 1), shape.plain(40, 40, 1), shape.plain(200, 1, 2), tree]
-    check(rows, shape, begin)
-    q, pool, plan = lay_out(rows, shape, begin=begin)
-    out = native.attend(q, pool, plan, window)
-    for row, changed in zip(rows, (0, begin, begin, begin), strict=True):
-        row.keys[:changed], row.values[:changed] = 7.0, -9.0
-    _, other, _ = lay_out(rows, shape, begin=begin)
-    again = native.attend(q, other, plan, window)
-    seen = torch.tensor([slot for row in rows for slot in row.seen_to])
-    later = torch.nonzero(seen >= begin)[:, 0]
-    assert torch.equal(out[later], again[later]) and len(later) > 10
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [(2, 2), (12, 2), (5, 1), (40, 2)])
 @pytest.mark.parametrize("window", [None, 1, 50])
 def test_values(path, dtype, heads, window):
@@ -194,6 +175,61 @@ def test_trees(path, dtype, nodes, window, context):
     shape = Shape(dtype=dtype, window=window)
     rows = [tree_row(shape, context, tree_of(nodes, seed), seed, before=seed) for seed in range(2)]
     check([*rows, shape.plain(60, 3, 9)], shape)
+
+
+BEGINNINGS = (1, 2, 40, 270)
+"""First visible slots: within a block of keys, in a later step of it, and in a later block."""
+
+
+def early_rows(shape):
+    """Rows that begin at slot 0 or soon after, and rows that are long past every beginning."""
+    rows = [shape.plain(1, 1), shape.plain(3, 2, 1), shape.plain(60, 60, 2), shape.plain(333, 30, 3)]
+    rows += [tree_row(shape, context, tree_of(20, context), context, before=context) for context in (0, 1, 45)]
+    return [*rows, tree_row(shape, 280, tree_of(64, 5), 5)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("begin", BEGINNINGS)
+@pytest.mark.parametrize("window", [None, 3, 40])
+@pytest.mark.parametrize("page_size", [1, 8, 16])
+def test_a_beginning(path, dtype, begin, window, page_size):
+    shape = Shape(page_size=page_size, dtype=dtype, window=window, begin=begin)
+    check(early_rows(shape), shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("begin", BEGINNINGS)
+def test_slots_before_the_beginning_do_not_matter(path, dtype, begin):
+    """Nor does it matter that a query sees no other slot than its own, or what stands beside it."""
+    shape = Shape(dtype=dtype, begin=begin)
+    rows = [row for row in early_rows(shape) if row.length > begin]
+    clean = run(rows, shape)
+    for row, out in zip(rows, clean, strict=True):
+        late = [i for i, slot in enumerate(row.seen_to) if slot >= begin]
+        spoilt = Row(row.keys.clone(), row.values.clone(), row.queries, row.seen_to, row.words)
+        spoilt.keys[:begin], spoilt.values[:begin] = 1e30, -1e30
+        assert torch.equal(run([spoilt], shape)[0][late], out[late])
+        own = [i for i, slot in enumerate(row.seen_to) if slot <= begin and not row.words[i]]
+        for i in own:
+            value = row.values[row.seen_to[i]].repeat_interleave(shape.heads // shape.kv_heads, 0).flatten()
+            torch.testing.assert_close(out[i].float(), value.to(shape.dtype).float(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("begin", BEGINNINGS)
+@pytest.mark.parametrize("window", [None, 20])
+def test_with_a_beginning_too_bits_depend_on_the_tokens_alone(path, dtype, begin, window):
+    shape = Shape(dtype=dtype, window=window, begin=begin)
+    rows = early_rows(shape)
+    for row, out in zip(rows, run(rows, shape), strict=True):
+        assert torch.equal(run([row], shape)[0], out), row.length
+    (whole,) = run([rows[2]], shape)
+    for size in (1, 7, 33):
+        pieces = [run([rows[2].tokens(first, first + size), rows[1]], shape)[0] for first in range(0, 60, size)]
+        assert torch.equal(torch.cat(pieces), whole), size
+    parents = tree_of(64, 9)
+    row = tree_row(shape, 280, parents, 9)
+    assert torch.equal(run([row], shape)[0], torch.cat(run([*chain_rows(row, 280, parents)], shape)))
 
 
 def test_a_long_chunk_of_many_heads(path):

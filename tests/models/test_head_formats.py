@@ -393,3 +393,9 @@ def test_a_llama_head_of_many_names(tmp_path):
 
 def test_a_manifest_may_name_its_target(tmp_path):
     assert open_head(write(tmp_path, "tandem"), TARGET).hashes == {"tokenizer": "5f1c"}
+
+
+def test_a_file_is_no_head(tmp_path: Path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(LoadError, match="no draft head: a folder"):
+        open_head(tmp_path / "model.gguf", TARGET)
