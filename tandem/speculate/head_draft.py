@@ -15,6 +15,7 @@ Sources: Li et al. 2024 (EAGLE, EAGLE-2), 2025 (EAGLE-3); DeepSeek-V3 (MTP).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -81,7 +82,7 @@ class HeadRunner:
         self.logits(self.over_text(spans)[:wanted]).max(-1).indices.tolist()
 
 
-class _HeadDraft:
+class _HeadDraft(ABC):
     """What chains and trees have in common. The carry is [rows, H], the state after each row's last committed token."""
 
     max_draft: int
@@ -118,8 +119,9 @@ class _HeadDraft:
         carry[seen.spans.index[torch.tensor(done, dtype=torch.int64, device=states.device)]] = states[places]
         return carry
 
+    @abstractmethod
     def _make(self, decoding: Decoding, state: Tensor) -> Draft:
-        raise NotImplementedError
+        """Draft from the carried states [R, H]."""
 
 
 class HeadChain(_HeadDraft):

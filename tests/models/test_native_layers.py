@@ -200,6 +200,15 @@ def test_values(path, name, norm, begin, kind):
     assert float(apart.mean()) < 0.02
 
 
+def test_an_entry_may_be_far_wider_than_all_else(path):
+    """Scratch memory is measured by it too."""
+    width = 16384
+    weights, state, entry = checkpoint("plain", width), drawn(3, 64), drawn(4, width) / 64
+    got = run(NativeLayers(reader(weights), width), state, entry).double()
+    expected = run(Layers(reader(weights, torch.float64), width), state.double(), entry.double(), 0, torch.float64)
+    assert float(((got - expected).norm(dim=1) / expected.norm(dim=1)).mean()) < 0.02
+
+
 @pytest.mark.parametrize("kind", ["normed", "bare", "wide"])
 def test_bits_do_not_depend_on_the_batch(path, kind):
     """Rows alone, among others, and in chunks; each with its own state and entry."""
