@@ -87,7 +87,7 @@ class Matrix(Protocol):
 
 
 class Model(Protocol):
-    """A decoder as a function of a batch (D8): the torch twin, or the same over native kernels.
+    """A decoder as a function of a batch: the torch twin, or the same over native kernels.
 
     Attributes:
         config: its shape.

@@ -1,4 +1,4 @@
-"""`Decoder`: the pre-norm decoder that Llama, Mistral, Qwen2 and Qwen3 share, as a function of a batch (D8).
+"""`Decoder`: the pre-norm decoder that Llama, Mistral, Qwen2 and Qwen3 share, as a function of a batch.
 
     x = embedding[tokens]
     x = x + o(attention(rope(norm(qkv(rms_norm(x))))))      in every layer; keys and values go to the pool first

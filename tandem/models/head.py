@@ -45,7 +45,7 @@ class Head:
     def __init__(self, checkpoint: HeadFile, target: Model, weights: Weights, outputs: int | None) -> None:
         """Read every weight; of a borrowed lm_head the first `outputs` ids are used. Raises LoadError."""
         self.head: HeadConfig = checkpoint.head
-        # Positions are relative: what a head was trained on limits its quality, not its use (heads.md, 5).
+        # Positions are relative: what a head was trained on limits its quality, not its use.
         most = max(self.head.layer.max_position, target.config.max_position)
         self.config: ModelConfig = replace(self.head.layer, max_position=most)
         self.dtype, self.device, self.native = target.dtype, target.device, target.native

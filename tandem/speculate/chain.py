@@ -1,7 +1,9 @@
-"""Drafting one token after another: what a draft model and a chain-drafting head share."""
+"""Drafting by passes of a model of one's own, which has seen all committed tokens: what a draft model and a head share,
+and chains, which both can draft."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -9,20 +11,40 @@ import torch
 from torch import Tensor
 
 from tandem.cache.rows import Rows
-from tandem.speculate.draft import Draft
+from tandem.speculate.draft import Carry, Draft
 from tandem.speculate.law import Nodes, shape
 from tandem.speculate.verify import Noise, Rule
 
 if TYPE_CHECKING:
     from tandem.engine.step import Decoding
+    from tandem.request import Request
 
-__all__ = ["draw_chains", "ready"]
+__all__ = ["Passing", "draw_chains"]
+
+_CHUNK = 512  # most tokens of a request that are run over in one step
 
 
-def ready(decoding: Decoding) -> list[int]:
-    """Places of the rows that may draft and whose whole text the speculator has been shown; the others wait."""
-    asked = zip(decoding.requests, decoding.quota, strict=True)
-    return [i for i, (request, quota) in enumerate(asked) if quota and request.observed == request.known]
+class Passing(ABC):
+    """A speculator that runs a model over committed tokens and drafts from what it carries of that run, by row."""
+
+    def draft(self, decoding: Decoding, carry: Carry) -> Draft:
+        """Draft for the rows whose whole text it has seen; the others wait."""
+        asked = zip(decoding.requests, decoding.quota, strict=True)
+        places = [i for i, (request, quota) in enumerate(asked) if quota and request.observed == request.known]
+        rows = len(decoding.requests)
+        if not places:
+            return Draft.empty(rows, decoding.index.device)
+        assert carry is not None, "rows draft only after they were observed"
+        some = decoding if len(places) == rows else decoding.of(places)
+        return self._make(some, carry[some.index]).widened(places, rows)
+
+    def reach(self, request: Request, end: int) -> int:
+        """Wants all, a long text in chunks."""
+        return min(end, request.observed + _CHUNK) if request.quota else request.observed
+
+    @abstractmethod
+    def _make(self, decoding: Decoding, carried: Tensor) -> Draft:
+        """Draft for R rows from what is carried of them, [R, ...]."""
 
 
 def draw_chains(

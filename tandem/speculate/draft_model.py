@@ -20,20 +20,17 @@ from tandem.cache.rows import Rows
 from tandem.engine.runner import Runner
 from tandem.engine.stage import Spans, stage
 from tandem.sampling import MAX_DRAFT
-from tandem.speculate.chain import draw_chains, ready
+from tandem.speculate.chain import Passing, draw_chains
 from tandem.speculate.draft import Carry, Draft
 from tandem.speculate.verify import Rule
 
 if TYPE_CHECKING:
     from tandem.engine.step import Decoding, Seen
-    from tandem.request import Request
 
 __all__ = ["DraftModel"]
 
-_CHUNK = 512  # most tokens of a request that are run over in one step
 
-
-class DraftModel:
+class DraftModel(Passing):
     """Drafts chains with a model of its own. The carry is [rows, V] logits after each row's last committed token."""
 
     max_draft = MAX_DRAFT
@@ -44,19 +41,8 @@ class DraftModel:
         self.rows = rows
         self.rule = rule
 
-    def draft(self, decoding: Decoding, carry: Carry) -> Draft:
-        """Draw for the rows whose whole text it has seen; the others wait."""
-        places, rows = ready(decoding), len(decoding.requests)
-        if not places:
-            return Draft.empty(rows, decoding.index.device)
-        assert carry is not None, "rows draft only after they were observed"
-        some = decoding if len(places) == rows else decoding.of(places)
-        made = draw_chains(some, self.rows, self.rule, carry[some.index], partial(self._advance, some))
-        return made.widened(places, rows)
-
-    def reach(self, request: Request, end: int) -> int:
-        """Wants all, a long text in chunks."""
-        return min(end, request.observed + _CHUNK) if request.quota else request.observed
+    def _make(self, decoding: Decoding, carried: Tensor) -> Draft:
+        return draw_chains(decoding, self.rows, self.rule, carried, partial(self._advance, decoding))
 
     def observe(self, seen: Seen, carry: Carry) -> Carry:
         """Run over the spans; keep the logits of rows that will draft next."""

@@ -15,7 +15,6 @@ Sources: Li et al. 2024 (EAGLE, EAGLE-2), 2025 (EAGLE-3); DeepSeek-V3 (MTP).
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -31,18 +30,15 @@ from tandem.engine.batch import Batch
 from tandem.engine.stage import Spans, preceding, stage
 from tandem.models.head import Head
 from tandem.sampling import MAX_DRAFT
-from tandem.speculate.chain import draw_chains, ready
+from tandem.speculate.chain import Passing, draw_chains
 from tandem.speculate.draft import Carry, Draft
 from tandem.speculate.tree import Growth, Shape, grow
 from tandem.speculate.verify import Rule
 
 if TYPE_CHECKING:
     from tandem.engine.step import Decoding, Seen
-    from tandem.request import Request
 
 __all__ = ["HeadChain", "HeadRunner", "HeadTree"]
-
-_CHUNK = 512  # most tokens of a request that are run over in one step
 
 
 class HeadRunner:
@@ -82,7 +78,7 @@ class HeadRunner:
         self.logits(self.over_text(spans)[:wanted]).max(-1).indices.tolist()
 
 
-class _HeadDraft(ABC):
+class _HeadDraft(Passing):
     """What chains and trees have in common. The carry is [rows, H], the state after each row's last committed token."""
 
     max_draft: int
@@ -92,19 +88,6 @@ class _HeadDraft(ABC):
         self.runner = runner
         self.rows = runner.rows
         self.rule = rule
-
-    def draft(self, decoding: Decoding, carry: Carry) -> Draft:
-        """Draft for the rows whose whole text it has seen; the others wait."""
-        places, rows = ready(decoding), len(decoding.requests)
-        if not places:
-            return Draft.empty(rows, decoding.index.device)
-        assert carry is not None, "rows draft only after they were observed"
-        some = decoding if len(places) == rows else decoding.of(places)
-        return self._make(some, carry[some.index]).widened(places, rows)
-
-    def reach(self, request: Request, end: int) -> int:
-        """Wants all, a long text in chunks."""
-        return min(end, request.observed + _CHUNK) if request.quota else request.observed
 
     def observe(self, seen: Seen, carry: Carry) -> Carry:
         """Run over the spans with the target's states; keep the states of rows that will draft next."""
@@ -119,10 +102,6 @@ class _HeadDraft(ABC):
         carry[seen.spans.index[torch.tensor(done, dtype=torch.int64, device=states.device)]] = states[places]
         return carry
 
-    @abstractmethod
-    def _make(self, decoding: Decoding, state: Tensor) -> Draft:
-        """Draft from the carried states [R, H]."""
-
 
 class HeadChain(_HeadDraft):
     """Drafts chains."""
@@ -130,9 +109,9 @@ class HeadChain(_HeadDraft):
     max_draft = MAX_DRAFT
     branching = False
 
-    def _make(self, decoding: Decoding, state: Tensor) -> Draft:
-        logits = self.runner.logits(state)
-        return draw_chains(decoding, self.rows, self.rule, logits, _Advance(self.runner, decoding, state))
+    def _make(self, decoding: Decoding, carried: Tensor) -> Draft:
+        logits = self.runner.logits(carried)
+        return draw_chains(decoding, self.rows, self.rule, logits, _Advance(self.runner, decoding, carried))
 
 
 class _Advance:
@@ -164,9 +143,9 @@ class HeadTree(_HeadDraft):
         self.shape = shape
         self.max_draft = shape.nodes
 
-    def _make(self, decoding: Decoding, state: Tensor) -> Draft:
+    def _make(self, decoding: Decoding, carried: Tensor) -> Draft:
         growth = Growth(decoding, self.rows, self.shape)
-        return grow(growth, state, self.runner.logits, partial(_level, self.runner, growth))
+        return grow(growth, carried, self.runner.logits, partial(_level, self.runner, growth))
 
 
 def _level(runner: HeadRunner, growth: Growth, tokens: Tensor, words: Tensor, depth: int, state: Tensor) -> Tensor:

@@ -3,10 +3,10 @@
 Every candidate has a confidence: how likely it is to be what the target will say, given its parent. Its score is the
 product along its path. Each level expands the `width` candidates of the last one that score highest; in the end the
 best `nodes` of all candidates are the tree. A child never scores more than its parent and stands behind it, so the best
-are closed under ancestors, ties included (EAGLE-2: Li et al. 2024; the tie trap: verification.md, k).
+are closed under ancestors, ties included (EAGLE-2: Li et al. 2024).
 
 With temperature the children of a node are not the likeliest tokens but the `top_k` of log q + g, under the very noise
-g with which the target will draw at that position (D4): the same token then tends to win for both. The confidence is
+g with which the target will draw at that position: the same token then tends to win for both. The confidence is
 the softmax of log q + g. For a greedy request g = 0, and it is q itself.
 
 In a fixed tree the confidence of a node is a constant for its rank among its siblings, so its form is the same always.
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["Growth", "Shape", "grow"]
 
 _FIXED = (0.65, 0.14, 0.06)
-"""Confidence by rank in a fixed tree, the last one for all further ranks: about what heads reach (heads.md)."""
+"""Confidence by rank in a fixed tree, the last one for all further ranks."""
 
 
 @dataclass(frozen=True, slots=True)
