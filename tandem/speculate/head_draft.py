@@ -33,7 +33,7 @@ from tandem.sampling import MAX_DRAFT
 from tandem.speculate.chain import Passing, draw_chains
 from tandem.speculate.draft import Carry, Draft
 from tandem.speculate.tree import Growth, Shape, grow
-from tandem.speculate.verify import Rule
+from tandem.speculate.verify import Noise, Rule
 
 if TYPE_CHECKING:
     from tandem.engine.step import Decoding, Seen
@@ -144,7 +144,7 @@ class HeadTree(_HeadDraft):
         self.max_draft = shape.nodes
 
     def _make(self, decoding: Decoding, carried: Tensor) -> Draft:
-        growth = Growth(decoding, self.rows, self.shape)
+        growth = Growth(decoding, self.rows, self.shape, Noise.of(self.rows, decoding.index, decoding.needs))
         return grow(growth, carried, self.runner.logits, partial(_level, self.runner, growth))
 
 

@@ -62,11 +62,12 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """The rows for which a tree is grown."""
+    """The rows for which a tree is grown, and the noise by which their next tokens will be drawn."""
 
     decoding: Decoding
     rows: Rows
     shape: Shape
+    noise: Noise
 
     def batch(self, tokens: Tensor, words: Tensor, depth: int, page_size: int) -> Batch:
         """The pass over a level's nodes.
@@ -127,7 +128,6 @@ class _Grown:
         decoding = growth.decoding
         rows, self.device = len(decoding.requests), decoding.index.device
         self.growth = growth
-        self.noise = Noise.of(growth.rows, decoding.index, decoding.needs)
         # The level: at first the root alone. `at` is its place among all candidates, -1 for the root.
         self.tokens = torch.zeros(rows, 1, dtype=torch.int64, device=self.device)
         self.words = torch.ones(rows, 1, dtype=torch.int64, device=self.device)
@@ -147,7 +147,7 @@ class _Grown:
         position = decoding.known[row] + depth - 1
         nodes = Nodes(decoding.index[row], position, self.path.flatten(0, 1))
         shaped = shape(logits, nodes, self.growth.rows, decoding.needs)
-        noisy = self.noise.perturb(shaped.view(rows, width, -1), depth - 1)
+        noisy = self.growth.noise.perturb(shaped.view(rows, width, -1), depth - 1)
         values, tokens = noisy.topk(min(shape_.top_k, noisy.shape[-1]), sorted=True)
         if shape_.fixed:
             ranks = [_FIXED[min(i, len(_FIXED) - 1)] for i in range(values.shape[-1])]
