@@ -6,9 +6,10 @@ computed like all others, so that no operator sees a number of tokens that would
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tandem.kernels.attention import AttentionPlan
 
@@ -30,3 +31,10 @@ class Batch:
     positions: Tensor
     slots: Tensor
     attention: AttentionPlan
+
+    def holding(self, tokens: Tensor, ancestors: Tensor | None = None) -> Batch:
+        """The same places with other token ids [T or less], and the words of ancestors of a tree's nodes, likewise."""
+        missing, plan = len(self.slots) - len(tokens), self.attention
+        if ancestors is not None:
+            plan = plan.in_tree(pad(ancestors, (0, missing)))
+        return replace(self, tokens=pad(tokens, (0, missing)), attention=plan)

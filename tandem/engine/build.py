@@ -116,7 +116,7 @@ def _shape(config: EngineConfig, head: HeadConfig, rule: Rule) -> Shape | None:
     if tree == "none" or (tree == "auto" and not (head.format in _EAGLE and rule.trees)):
         return None
     most = MAX_DRAFT if config.draft_tokens == "auto" else max(config.draft_tokens, 1)
-    return Shape(config.nodes or most, config.depth, config.tree_top_k, tree == "fixed")
+    return Shape(config.nodes or most, config.depth, min(config.tree_top_k, head.layer.vocab), tree == "fixed")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,12 @@ tree); token values, lengths and page ids are gathered from the rows where they 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tandem.cache.rows import Rows
 from tandem.engine.batch import Batch
@@ -21,7 +24,10 @@ from tandem.kernels.attention import AttentionPlan
 from tandem.kernels.linear import TILE
 from tandem.speculate.draft import Draft
 
-__all__ = ["Spans", "preceding", "stage"]
+if TYPE_CHECKING:
+    from tandem.engine.step import Decoding
+
+__all__ = ["Spans", "stage", "stage_behind", "stage_guesses"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,48 +63,80 @@ def stage(table: Rows, spans: Spans, page_size: int, tree: Draft | None = None) 
     `tree` is a branching draft for the first rows of the span, whose nodes are the last `tree.counts[r]` tokens there:
     node j then sits in slot root + j at position root + depth(j) and sees the context and its ancestors only.
     """
-    device = table.tokens.device
-    scratch = table.tokens.shape[0] - 1
-    host = _places(spans.counts, scratch, spans.rows)
-    local, row_of, offset = host.to(device, non_blocking=True)
-    start = torch.cat([spans.start, spans.start.new_zeros(1)])
-    slot = start[local] + offset
-    width = max(1, -(-max(spans.bounds) // page_size))
-    page = table.pages[row_of, slot // page_size]
-    positions, seen_to, ancestors = slot, slot, None
+    local, row_of, offset, place = _locate(table, spans)
+    positions, seen_to, ancestors = place, place, None
     if tree is not None and tree.branching and tree.width:
-        positions, seen_to, ancestors = _place_nodes(spans, tree, slot, local, offset)
-    plan = AttentionPlan(
-        page_table=table.pages[spans.index, :width],
-        counts=spans.counts,
-        bounds=spans.bounds,
-        seen_to=seen_to,
-        ancestors=ancestors,
+        positions, seen_to, ancestors = _place_nodes(spans, tree, place, local, offset)
+    plan = AttentionPlan(_pages(table, spans, page_size), spans.counts, spans.bounds, seen_to, ancestors)
+    return Batch(table.tokens[row_of, place], positions, _slots(table, row_of, place, page_size), plan)
+
+
+def stage_behind(table: Rows, spans: Spans, page_size: int) -> tuple[Batch, Tensor]:
+    """The batch of a model whose entry for a token stands one slot behind its position, so that slot 0 holds nothing.
+
+    Returns:
+        The batch, and [T] the slot before each of its tokens; for a row's first token, its own.
+    """
+    _, row_of, _, place = _locate(table, spans)
+    before = (place - 1).clamp_(min=0)
+    plan = AttentionPlan(_pages(table, spans, page_size), spans.counts, spans.bounds, place, begin=1)
+    batch = Batch(table.tokens[row_of, place], before, _slots(table, row_of, place, page_size), plan)
+    return batch, _slots(table, row_of, before, page_size)
+
+
+def stage_guesses(table: Rows, decoding: Decoding, levels: tuple[int, int], page_size: int, behind: int) -> list[Batch]:
+    """Batches for guesses level by level, of rows that decode.
+
+    Nodes are numbered through all levels from 1 on, and node j of a row stands in slot root + j. Their token ids are
+    still to be filled in (`Batch.holding`) and, if a level has more than one node, who sees whom
+    (`AttentionPlan.in_tree`); else they are a chain.
+
+    Args:
+        table: the device table.
+        decoding: R rows.
+        levels: how many, and the nodes in each.
+        page_size: tokens in a page.
+        behind: by how much a token's position is less than its depth behind the root says: 0, or 1 in a head.
+    """
+    (count, width), rows, device = levels, len(decoding.requests), decoding.known.device
+    number = torch.arange(1, count * width + 1, device=device).view(count, 1, width)
+    root = decoding.known[:, None] - 1
+    place = root + number  # [L, R, W]
+    depth = torch.arange(1 - behind, 1 - behind + count, device=device)[:, None, None]
+    seen_to = place if width == 1 else root.expand_as(place)
+    slots = _slots(table, decoding.index[:, None].expand_as(place), place, page_size)
+    three = torch.stack((slots, (root + depth).expand_as(place), seen_to)).flatten(2)
+    slots, positions, seen_to = pad(three, (0, -rows * width % TILE))
+    known = [r.known for r in decoding.requests]
+    pages = table.pages[decoding.index, : -(-(max(known) + count * width) // page_size)]
+    plans = (
+        AttentionPlan(pages, (width,) * rows, tuple(n + (i + 1) * width for n in known), seen_to[i], begin=behind)
+        for i in range(count)
     )
-    return Batch(table.tokens[row_of, slot], positions, page * page_size + slot % page_size, plan)
+    return [Batch(torch.zeros_like(slots[i]), positions[i], slots[i], plan) for i, plan in enumerate(plans)]
 
 
-def preceding(table: Rows, spans: Spans, page_size: int) -> Tensor:
-    """[T] the slot of the token before each of `stage`'s tokens; of a row's first token, its own."""
-    host = _places(spans.counts, table.tokens.shape[0] - 1, spans.rows)
-    local, row_of, offset = host.to(table.tokens.device, non_blocking=True)
-    start = torch.cat([spans.start, spans.start.new_zeros(1)])
-    before = (start[local] + offset - 1).clamp(min=0)
-    return table.pages[row_of, before // page_size] * page_size + before % page_size
+def _locate(table: Rows, spans: Spans) -> Tensor:
+    """[4, T] int64 of each token: its span, its table row, its offset in the span and its place in the row."""
+    total = sum(spans.counts)
+    host = np.zeros((4, -(-total // TILE) * TILE), dtype=np.int64)
+    host[0], host[1] = len(spans.counts), table.tokens.shape[0] - 1  # padding: no span, the scratch row
+    host[0, :total] = np.repeat(np.arange(len(spans.counts)), spans.counts)
+    host[1, :total] = np.repeat(spans.rows, spans.counts)
+    host[2, :total] = np.arange(total) - np.repeat(np.cumsum(spans.counts) - spans.counts, spans.counts)
+    found = torch.from_numpy(host).to(table.tokens.device, non_blocking=True)
+    found[3] = pad(spans.start, (0, 1))[found[0]] + found[2]
+    return found
 
 
-def _places(counts: tuple[int, ...], scratch: int, rows: tuple[int, ...]) -> Tensor:
-    """[3, T] int64 on the host: place of the row in the batch, its table row, offset in the span."""
-    sizes = torch.tensor(counts, dtype=torch.int64)
-    total = int(sizes.sum())
-    out = torch.zeros(3, -(-total // TILE) * TILE, dtype=torch.int64)
-    local = torch.repeat_interleave(torch.arange(len(counts)), sizes)
-    out[0] = len(counts)
-    out[0, :total] = local
-    out[1] = scratch
-    out[1, :total] = torch.tensor(rows, dtype=torch.int64)[local]
-    out[2, :total] = torch.arange(total) - (sizes.cumsum(0) - sizes)[local]
-    return out
+def _pages(table: Rows, spans: Spans, page_size: int) -> Tensor:
+    """[R, P] the pages that hold the spans and what is before them."""
+    return table.pages[spans.index, : max(1, -(-max(spans.bounds) // page_size))]
+
+
+def _slots(table: Rows, row: Tensor, place: Tensor, page_size: int) -> Tensor:
+    """Where the tokens at these places of these rows keep their KV."""
+    return table.pages[row, place // page_size] * page_size + place % page_size
 
 
 def _place_nodes(
@@ -114,8 +152,8 @@ def _place_nodes(
     in_tree = node >= 0
     place = (local.clamp(max=rows - 1), node.clamp(0, tree.width))
     root = slot - node
-    depth = tree.depths()[place]
-    word = tree.ancestors()[place]
+    depth = tree.depths[place]
+    word = tree.ancestors[place]
     positions = torch.where(in_tree, root + depth, slot)
     return (
         positions,

@@ -105,7 +105,7 @@ class Step:
     def _emit(self, spans: Spans, decoding: Decoding, draft: Draft, hidden: Tensor) -> Outcome:
         """Judge the draft, commit what follows, and read it."""
         logits = self.target.logits(hidden[_emitting(spans, draft).to(hidden.device)])
-        nodes = Nodes.of(draft, decoding.index, decoding.known)
+        nodes = Nodes.of(draft, decoding.index, decoding.known, decoding.needs)
         shaped = shape(logits, nodes, self.rows, decoding.needs)
         verdict = verify(self.rule, draft, shaped, Noise.of(self.rows, decoding.index, decoding.needs))
         self._commit(decoding, draft, verdict)
@@ -175,7 +175,7 @@ class Step:
 
     def _read(self, decoding: Decoding, draft: Draft, verdict: Verdict, logits: Tensor) -> Outcome:
         """What was emitted: one copy from the device, and one for each row that wants log-probabilities."""
-        nodes = draft.places().of
+        nodes = draft.places.of
         # The largest logit of a row with a NaN is NaN, and of one with only -inf is not finite.
         sound = logits.amax(-1).isfinite()[nodes].all(-1, keepdim=True)
         lines = torch.cat((sound, verdict.counts[:, None], verdict.tokens), 1).tolist()
@@ -224,6 +224,6 @@ class Step:
 
 
 def _emitting(spans: Spans, draft: Draft) -> Tensor:
-    """[K] on the host: where in the batch the roots and drafted nodes are, in the order of `draft.places()`."""
+    """[K] on the host: where in the batch the roots and drafted nodes are, in the order of `draft.places`."""
     ends = zip(spans.last(), draft.counts, strict=False)
     return torch.tensor([place for last, drafted in ends for place in range(last - drafted, last + 1)])

@@ -108,12 +108,12 @@ class AttentionPlan:
         self.seen_to = seen_to
         self.ancestors = ancestors
         self.begin = begin
-        self._bounds = bounds
+        self.bounds = bounds
         self._layouts: dict[Geometry, _Layout] = {}
 
-    def beginning(self, begin: int) -> AttentionPlan:
-        """The same with another beginning."""
-        return AttentionPlan(self.page_table, self.counts, self._bounds, self.seen_to, self.ancestors, begin)
+    def in_tree(self, ancestors: Tensor) -> AttentionPlan:
+        """The same with these words."""
+        return AttentionPlan(self.page_table, self.counts, self.bounds, self.seen_to, ancestors, self.begin)
 
     def layout(self, geometry: Geometry) -> _Layout:
         """Index tensors for queries and pools of this geometry, made when first asked for."""
@@ -170,7 +170,7 @@ class AttentionPlan:
     def _pieces(self, geometry: Geometry) -> Iterator[_Piece]:
         """Cut the batch's rows into pieces, and find how many key blocks each can see."""
         first = 0
-        for row, (count, bound) in enumerate(zip(self.counts, self._bounds, strict=True)):
+        for row, (count, bound) in enumerate(zip(self.counts, self.bounds, strict=True)):
             size = _SCRATCH // (geometry.heads * (bound + BLOCK))
             size = min(_PIECE, max(TILE, size))
             for start in range(0, count, size):

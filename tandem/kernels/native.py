@@ -1,7 +1,7 @@
 """The native CPU kernels, if this installation has them: packed weights, products, attention, whole passes.
 
-They are C++ in `cpu/`, built when the package is installed and reached through ctypes; `cpu/kernels.h` has the structs
-that are mirrored here. Each has its torch twin elsewhere in this package, which is used where there is no library.
+They are C++ in `cpu/`, built when the package is installed and reached through ctypes. Each has its torch twin elsewhere
+in this package, which is used where there is no library.
 What a processor can do is found at run time: `paths()` lists the instruction sets, the fastest first.
 """
 
@@ -11,9 +11,10 @@ import ctypes
 import importlib.util
 import os
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import addressof, byref, c_char_p, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,105 +23,24 @@ from torch import Tensor
 
 from tandem.kernels.attention import AttentionPlan
 from tandem.kernels.memory import Arena
+from tandem.kernels.structs import (
+    AttentionStruct,
+    DrawStruct,
+    MatrixStruct,
+    ModelStruct,
+    PassStruct,
+    ProductStruct,
+    SightStruct,
+)
 
-__all__ = ["KINDS", "LayerStruct", "MatrixStruct", "ModelStruct", "Packed", "attend", "draw", "forward", "matmul"]
-__all__ += ["missing", "pack", "path", "paths", "read", "use"]
+__all__ = ["KINDS", "Packed", "Start", "attend", "draw", "embed", "forward", "key", "matmul", "missing", "pack", "path"]
+__all__ += ["paths", "rank", "read", "use", "use_threads"]
 
 _Q = GGMLQuantizationType
 KINDS = (_Q.BF16, _Q.Q4_0, _Q.Q4_1, _Q.Q5_0, _Q.Q5_1, _Q.Q8_0, _Q.Q4_K, _Q.Q5_K, _Q.Q6_K)
 """Formats of packed weights, by the library's number."""
 
 _STRIP = 32
-
-
-class MatrixStruct(Structure):
-    _fields_ = (("data", c_void_p), ("n", c_int64), ("k", c_int64), ("kind", c_int32))
-
-
-class _Sight(Structure):
-    _fields_ = (
-        ("pages", c_void_p),
-        ("page_stride", c_int64),
-        ("seen_to", c_void_p),
-        ("ancestors", c_void_p),
-        ("first", c_void_p),
-        ("begin", c_int64),
-        ("rows", c_int32),
-    )
-
-
-class _Attention(Structure):
-    _fields_ = (
-        ("q", c_void_p),
-        ("q_stride", c_int64),
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("num_pages", c_int64),
-        ("out", c_void_p),
-        *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "page_size", "window", "kv_wide")),
-    )
-
-
-class _Product(Structure):
-    _fields_ = (
-        ("x", c_void_p),
-        ("x_stride", c_int64),
-        ("rows", c_int64),
-        ("matrices", POINTER(MatrixStruct)),
-        ("count", c_int64),
-        ("bias", c_void_p),
-        ("y", c_void_p),
-        ("y_stride", c_int64),
-        ("then", c_int32),
-        ("packed", c_void_p),
-    )
-
-
-class LayerStruct(Structure):
-    _fields_ = (
-        ("attention_norm", c_void_p),
-        ("qkv", MatrixStruct * 3),
-        ("qkv_count", c_int64),
-        ("qkv_bias", c_void_p),
-        ("head_norm", c_void_p),
-        ("out", MatrixStruct),
-        ("out_bias", c_void_p),
-        ("mlp_norm", c_void_p),
-        ("gate_up", MatrixStruct),
-        ("down", MatrixStruct),
-        ("window", c_int64),
-    )
-
-
-class ModelStruct(Structure):
-    _fields_ = (
-        ("layers", POINTER(LayerStruct)),
-        ("norm", c_void_p),
-        ("embedding", MatrixStruct),
-        *((name, c_int64) for name in ("layer_count", "hidden", "heads", "kv_heads", "head_dim", "intermediate")),
-        ("eps", c_float),
-    )
-
-
-class _Pass(Structure):
-    _fields_ = (
-        *((name, c_void_p) for name in ("tokens", "given", "entry")),
-        ("taps", POINTER(c_int64)),
-        ("tapped", c_void_p),
-        ("tap_count", c_int64),
-        *((name, c_void_p) for name in ("slots", "cosines", "sines", "kv", "hidden")),
-        *((name, c_int64) for name in ("count", "num_pages", "page_size")),
-        ("sight", _Sight),
-    )
-
-
-class _Draw(Structure):
-    _fields_ = (
-        ("logits", c_void_p),
-        *((name, c_int64) for name in ("stride", "rows", "vocab")),
-        ("keys", c_void_p),
-        ("greedy", c_void_p),
-    )
 
 
 @cache
@@ -267,7 +187,7 @@ def matmul(x: Tensor, weights: Sequence[Packed], bias: Tensor | None = None) -> 
     outputs = sum(w.n for w in weights)
     y = torch.empty(x.shape[0], outputs)
     matrices = (MatrixStruct * len(weights))(*(w.struct for w in weights))
-    product = _Product(
+    product = ProductStruct(
         x.data_ptr(), x.shape[1], x.shape[0], matrices, len(weights), _address(bias), y.data_ptr(), outputs, 0, None
     )
     _check(_library().tandem_matmul(_team(), _number(), byref(product)))
@@ -283,7 +203,7 @@ def attend(q: Tensor, kv: Tensor, plan: AttentionPlan, window: int | None) -> Te
     out = torch.zeros(tokens, heads * head_dim, dtype=kv.dtype)
     entries, wide = (kv[0].data_ptr(), kv[1].data_ptr()), kv.dtype == torch.float32
     sizes = (heads, kv_heads, head_dim, page_size, window or 0)
-    attention = _Attention(q.data_ptr(), heads * head_dim, *entries, num_pages, out.data_ptr(), *sizes, wide)
+    attention = AttentionStruct(q.data_ptr(), heads * head_dim, *entries, num_pages, out.data_ptr(), *sizes, wide)
     sight, _kept = _sight(plan)
     _library().tandem_attend(_team(), _number(), byref(attention), byref(sight))
     return out
@@ -331,7 +251,7 @@ def forward(
     tapped = torch.zeros(len(slots), len(start.taps) * model.hidden, dtype=torch.bfloat16)
     sight, _kept = _sight(plan)
     cosines, sines = rotation
-    step = _Pass(
+    step = PassStruct(
         tokens=_address(start.tokens),
         given=_address(start.state),
         entry=_address(start.entry),
@@ -355,7 +275,7 @@ def forward(
 def embed(model: ModelStruct, tokens: Tensor) -> Tensor:
     """[T] ids -> [T, H] bfloat16 rows of a model's embedding. The model has no layers and no norm."""
     tokens, hidden = tokens.contiguous(), torch.empty(len(tokens), model.hidden, dtype=torch.bfloat16)
-    step = _Pass(tokens=_address(tokens), hidden=hidden.data_ptr(), count=len(tokens))
+    step = PassStruct(tokens=_address(tokens), hidden=hidden.data_ptr(), count=len(tokens))
     _check(_library().tandem_forward(_team(), _number(), byref(model), byref(step)))
     return hidden
 
@@ -365,17 +285,45 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def draw(logits: Tensor, keys: Tensor | None, greedy: Tensor) -> Tensor:
+def draw(logits: Tensor, keys: Tensor | None, greedy: Tensor, ids: Tensor | None) -> Tensor:
     """`tandem.kernels.noise.draw` over float32 logits. What is no number is drawn only where nothing else is."""
+    wanted, _kept = _choice(logits, keys, greedy, ids)
+    tokens = torch.empty(len(logits), dtype=torch.int64)
+    _check(_library().tandem_draw(_team(), _number(), byref(wanted), c_void_p(tokens.data_ptr())))
+    return tokens
+
+
+def rank(
+    logits: Tensor, keys: Tensor | None, greedy: Tensor, ids: Tensor | None, count: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`tandem.kernels.noise.rank` over float32 logits. What is no number is never among the greatest."""
+    wanted, _kept = _choice(logits, keys, greedy, ids)
+    tokens = torch.empty(len(logits), count, dtype=torch.int64)
+    sums, mass = torch.empty(len(logits), count), torch.empty(len(logits))
+    into = (c_void_p(tensor.data_ptr()) for tensor in (tokens, sums, mass))
+    _check(_library().tandem_rank(_team(), _number(), byref(wanted), c_int64(count), *into))
+    return tokens, sums, mass
+
+
+def _choice(
+    logits: Tensor, keys: Tensor | None, greedy: Tensor, ids: Tensor | None
+) -> tuple[DrawStruct, tuple[Tensor | None, ...]]:
+    """The struct, and the tensors that it points into."""
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
     rows, vocab = logits.shape
-    keys = None if keys is None else keys.contiguous()
-    greedy = greedy.contiguous()
-    tokens = torch.empty(rows, dtype=torch.int64)
-    wanted = _Draw(logits.data_ptr(), logits.stride(0), rows, vocab, _address(keys), greedy.data_ptr())
-    _check(_library().tandem_draw(_team(), _number(), byref(wanted), c_void_p(tokens.data_ptr())))
-    return tokens
+    keys, greedy = None if keys is None else keys.contiguous(), greedy.contiguous()
+    addresses = logits.data_ptr(), logits.stride(0), rows, vocab, _address(ids), _address(keys), greedy.data_ptr()
+    return DrawStruct(*addresses), (logits, keys, greedy, ids)
+
+
+def key(seed: Tensor, stream: int, round: Tensor, position: Tensor) -> Tensor:
+    """`tandem.kernels.noise.key`."""
+    parts = [tensor.contiguous() for tensor in (seed, round, position)]
+    keys = torch.empty_like(parts[0])
+    first, second, third, into = (c_void_p(tensor.data_ptr()) for tensor in (*parts, keys))
+    _library().tandem_key(c_int64(keys.numel()), first, c_uint64(stream), second, third, into)
+    return keys
 
 
 def read(data: Tensor) -> int:
@@ -384,14 +332,20 @@ def read(data: Tensor) -> int:
     return _library().tandem_read(_team(), c_void_p(data.data_ptr()), c_int64(data.nbytes))
 
 
-def _sight(plan: AttentionPlan) -> tuple[_Sight, tuple[Tensor | None, ...]]:
-    """The struct, and the tensors that it points into."""
+def _sight(plan: AttentionPlan) -> tuple[SightStruct, tuple[object, ...]]:
+    """The struct, and what it points into."""
     pages, seen_to = plan.page_table.contiguous(), plan.seen_to.contiguous()
     words, rows = None if plan.ancestors is None else plan.ancestors.contiguous(), len(plan.counts)
-    first = torch.zeros(rows + 1, dtype=torch.int32)
-    first[1:] = torch.tensor(plan.counts).cumsum(0)
-    width, ancestors = pages.shape[1], _address(words)
-    sight = _Sight(pages.data_ptr(), width, seen_to.data_ptr(), ancestors, first.data_ptr(), plan.begin, rows)
+    first = (c_int32 * (rows + 1))(0, *accumulate(plan.counts))
+    sight = SightStruct(
+        pages=pages.data_ptr(),
+        page_stride=pages.shape[1],
+        seen_to=seen_to.data_ptr(),
+        ancestors=_address(words),
+        first=addressof(first),
+        begin=plan.begin,
+        rows=rows,
+    )
     return sight, (pages, seen_to, first, words)
 
 

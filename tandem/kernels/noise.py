@@ -31,7 +31,7 @@ from torch import Tensor
 
 from tandem.kernels import native
 
-__all__ = ["ACCEPT", "DRAFT", "RESIDUAL", "TARGET", "draw", "gumbel", "key", "uniform"]
+__all__ = ["ACCEPT", "DRAFT", "RESIDUAL", "TARGET", "draw", "gumbel", "key", "rank", "uniform"]
 
 TARGET: Final = 1
 DRAFT: Final = 2
@@ -54,6 +54,8 @@ _LARGE_CHUNK = 1 << 24  # elsewhere only the size of the temporary matters
 
 def key(seed: Tensor, stream: int, round: Tensor, position: Tensor) -> Tensor:
     """The start of one noise sequence per entry. All tensors are int64 of one shape, and so is the result."""
+    if seed.device.type == "cpu" and native.missing() is None:
+        return native.key(seed, stream, round, position)
     state = seed.clone()
     scratch = torch.empty_like(state)
     for coordinate in (stream, round, position):
@@ -68,14 +70,16 @@ def uniform(keys: Tensor) -> Tensor:
     return _open_unit_(state, torch.empty(keys.shape, dtype=torch.float64, device=keys.device))
 
 
-def gumbel(keys: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
-    """Standard Gumbel noise of every token: keys [K] int64 -> [K, V] of `dtype`, float32 or float64, finite.
+def gumbel(keys: Tensor, tokens: int | Tensor, dtype: torch.dtype) -> Tensor:
+    """Standard Gumbel noise of tokens, the first so many or those given [V] int64: keys [K] int64 -> [K, V] of `dtype`,
+    float32 or float64, finite.
 
     `argmax(log p + g)` then has the law p. g = -log(-log(1 - v)), v small where g is large: the resolution
     lies in the tail that decides, and stays 2^-52 there even in float32.
     """
+    ids = torch.arange(tokens, device=keys.device) if isinstance(tokens, int) else tokens
+    weyl, vocab = (ids + 1).mul_(_GOLDEN), len(ids)
     out = torch.empty(len(keys), vocab, dtype=dtype, device=keys.device)
-    weyl = torch.arange(1, vocab + 1, device=keys.device).mul_(_GOLDEN)
     chunk = _CHUNK.get(keys.device.type, _LARGE_CHUNK)
     columns = max(1, min(vocab, chunk))
     rows = max(1, chunk // columns)
@@ -90,24 +94,52 @@ def gumbel(keys: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def draw(logits: Tensor, keys: Tensor | None, greedy: Tensor) -> Tensor:
+def draw(logits: Tensor, keys: Tensor | None, greedy: Tensor, ids: Tensor | None = None) -> Tensor:
     """One token per row: argmax(logits + g), which has the law softmax(logits) (Gumbel 1954); the first of equal ones.
 
     Args:
         logits: [K, V].
         keys: [K] int64, one noise sequence per row; None: every row is greedy.
         greedy: [K] bool, rows that take g = 0.
+        ids: [V] int64 the token of each column; None: its number.
 
     Returns:
         [K] int64. Where a row's logits are no numbers, some token.
     """
-    if logits.device.type == "cpu" and logits.dtype == torch.float32 and native.missing() is None:
-        return native.draw(logits, keys, greedy)
-    if keys is not None:
-        noise = gumbel(keys, logits.shape[-1], logits.dtype)
-        noise *= ~greedy[:, None]
-        logits = noise.add_(logits)
-    return logits.max(-1).indices  # faster than argmax
+    if _on_kernels(logits):
+        return native.draw(logits, keys, greedy, ids)
+    columns = _perturbed(logits, keys, greedy, ids).max(-1).indices  # faster than argmax
+    return columns if ids is None else ids[columns]
+
+
+def rank(
+    logits: Tensor, keys: Tensor | None, greedy: Tensor, ids: Tensor | None, count: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The `count` tokens of each row with the greatest logits + g, the greatest first; arguments as for `draw`.
+
+    Returns:
+        Tokens [K, count] int64, their sums logits + g likewise, and [K] the logarithm of the sum of e^(logits + g) over
+        all columns, 0 if all are -inf.
+    """
+    if _on_kernels(logits):
+        return native.rank(logits, keys, greedy, ids, count)
+    noisy = _perturbed(logits, keys, greedy, ids)
+    sums, columns = noisy.topk(count)
+    mass = noisy.logsumexp(-1)
+    return columns if ids is None else ids[columns], sums, mass.masked_fill_(mass == float("-inf"), 0)
+
+
+def _on_kernels(logits: Tensor) -> bool:
+    return logits.device.type == "cpu" and logits.dtype == torch.float32 and native.missing() is None
+
+
+def _perturbed(logits: Tensor, keys: Tensor | None, greedy: Tensor, ids: Tensor | None) -> Tensor:
+    """logits [K, V] + g."""
+    if keys is None:
+        return logits
+    noise = gumbel(keys, logits.shape[-1] if ids is None else ids, logits.dtype)
+    noise *= ~greedy[:, None]
+    return noise.add_(logits)
 
 
 def _mix_(state: Tensor, scratch: Tensor) -> Tensor:

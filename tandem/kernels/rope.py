@@ -44,10 +44,21 @@ class Rope:
         if config.factors is not None:
             frequencies = frequencies / torch.tensor(config.factors, dtype=torch.float32)
         self.frequencies = frequencies.to(device)  # [D / 2] float32
+        self._longest = max_position
+        self._kept: tuple[Tensor, Tensor] | None = None
 
-    def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin for positions [T], each [T, 1, D]; sin is negated in its first half, as `rotate` needs it."""
-        angles = positions[:, None, None].float() * self.frequencies
+    def tables(self, positions: Tensor, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin for positions [T], all below `end`, each [T, 1, D]; sin is negated in its first half, as `rotate`
+        needs it."""
+        if self._kept is None or len(self._kept[0]) < end or self._kept[0].dtype != dtype:
+            self._kept = self._make(max(end, min(self._longest, 2 * end)), dtype)
+        cos, sin = self._kept
+        return cos.index_select(0, positions), sin.index_select(0, positions)
+
+    def _make(self, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Of all positions from 0 on: making them is many small operations, looking them up is one."""
+        positions = torch.arange(count, dtype=torch.float32, device=self.frequencies.device)
+        angles = positions[:, None, None] * self.frequencies
         cos, sin = angles.cos().mul_(self.scale), angles.sin().mul_(self.scale)
         return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 

@@ -112,7 +112,7 @@ class Layers:
     ) -> tuple[Tensor, Tensor]:
         """The same, and beside it [T, len(taps) * H]: the residual stream after so many layers, tap by tap."""
         x, stream = state, {0: state}
-        rotation = self._rope.tables(batch.positions, working_dtype(self.dtype))
+        rotation = self._rope.tables(batch.positions, max(batch.attention.bounds), working_dtype(self.dtype))
         for i, layer in enumerate(self._layers):
             normed = x if layer.attention_norm is None else layer.attention_norm(x)
             attended = self._attention(i, normed if entry is None or i else entry, batch, pool, rotation)

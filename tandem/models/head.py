@@ -4,6 +4,8 @@
     run       (state of token i, token i + 1) -> the next state; the target's first, then the head's own
     logits    state -> what follows
 
+A state is H wide, or twice that where the lm_head does not read what is fed back: then what is fed back comes first.
+
 The embedding is the target's own tensor, and so is the lm_head unless the file has one of its own.
 """
 
@@ -14,11 +16,10 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from tandem.cache.pool import Pool
 from tandem.engine.batch import Batch
-from tandem.kernels.linear import TILE, Linear
+from tandem.kernels.linear import Linear
 from tandem.kernels.norm import RMSNorm
 from tandem.kernels.precision import widen
 from tandem.models.config import Matrix, Model, ModelConfig
@@ -28,8 +29,6 @@ from tandem.models.native_decoder import NativeLayers, NativeMatrix
 from tandem.models.weights import Weights
 
 __all__ = ["Head"]
-
-_NORM = "model.norm.weight"
 
 
 class Head:
@@ -58,11 +57,10 @@ class Head:
         self._fc = None if wide else self._matrix("fc", 2 * hidden, norms.fc_bias)
         self._feature_fc = self._matrix("feature_fc", norms.features, False) if norms.feature_fc else None
         self._feature_norms = self._load_feature_norms()
-        last = norms.output_norm and norms.recycle == "pre"
-        self._last_norm = self._norm(_NORM) if last else None
         layers = NativeLayers if self.native else Layers
-        norm = _NORM if norms.output_norm and not last else None
+        norm = "model.norm.weight" if norms.output_norm else None
         self._layers = layers(weights, 2 * hidden if wide else None, norms.input_norm, norm)
+        self._taps = (self.config.layers,) if norms.output_norm and norms.recycle == "pre" else ()
         self._own_head = self._multiplier("lm_head.weight", self.config.vocab, hidden) if norms.own_head else None
         # A head of its own has been reduced by whoever trained it.
         borrowed = min(self.config.vocab, outputs or self.config.vocab)
@@ -71,6 +69,11 @@ class Head:
         self.ids = None if ids is None else ids.to(self.device)
         weights.finish()
         del self._weights
+
+    @property
+    def width(self) -> int:
+        """Numbers of a state that it makes."""
+        return self.config.hidden * (1 + len(self._taps))
 
     @property
     def weight_bytes(self) -> int:
@@ -91,23 +94,23 @@ class Head:
         return features if self._feature_fc is None else self._feature_fc(features).to(self.dtype)
 
     @torch.inference_mode()
-    def run(self, tokens: Tensor, state: Tensor, batch: Batch, pool: Pool) -> Tensor:
-        """One pass; `batch` says where the tokens stand. tokens [T], state [T, H] -> [T, H]."""
-        e = self._target.embed(tokens)
+    def run(self, state: Tensor, batch: Batch, pool: Pool) -> Tensor:
+        """One pass over a batch of tokens, each after a state [T, H or more]: [T, width]."""
+        state = state[:, : self.config.hidden]
+        e = self._target.embed(batch.tokens)
         e = e if self._embedding_norm is None else self._embedding_norm(e)
         h = state if self._hidden_norm is None else self._hidden_norm(state)
         both = torch.cat((h, e) if self.head.hidden_first else (e, h), 1)
         if self._fc is None:
-            return self._layers.run(h if self.head.normed_residual else state, batch, pool, both)
-        return self._layers.run(self._fc(both), batch, pool)
+            made, tapped = self._layers.trace(h if self.head.normed_residual else state, batch, pool, self._taps, both)
+        else:
+            made, tapped = self._layers.trace(self._fc(both), batch, pool, self._taps)
+        return torch.cat((tapped, made), 1) if self._taps else made
 
     @torch.inference_mode()
     def logits(self, state: Tensor) -> Tensor:
-        """[K, H] -> [K, outputs] in float32, or float64."""
-        if self._last_norm is None:
-            return widen(self._lm_head(state))
-        padded = pad(state, (0, 0, 0, -len(state) % TILE))  # the norm's bits depend on the rows where these are few
-        return widen(self._lm_head(self._last_norm(padded)[: len(state)]))
+        """States [K, width] -> [K, outputs] in float32, or float64."""
+        return widen(self._lm_head(state[:, -self.config.hidden :]))
 
     def _norm(self, name: str, *shape: int) -> RMSNorm:
         return RMSNorm(self._weights.take(name, *(shape or (self.config.hidden,))), self.config.norm_eps)

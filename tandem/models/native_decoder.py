@@ -16,8 +16,9 @@ from tandem.engine.batch import Batch
 from tandem.errors import LoadError
 from tandem.kernels import native
 from tandem.kernels.memory import Arena
-from tandem.kernels.native import LayerStruct, MatrixStruct, ModelStruct, Packed, Start
+from tandem.kernels.native import Packed, Start
 from tandem.kernels.rope import Rope
+from tandem.kernels.structs import LayerStruct, MatrixStruct, ModelStruct
 from tandem.models.dequant import dequantize
 from tandem.models.weights import Weights
 
@@ -90,13 +91,19 @@ class NativeLayers:
 
     def run(self, state: Tensor, batch: Batch, pool: Pool, entry: Tensor | None = None) -> Tensor:
         """[T, H] residual stream -> [T, H] bfloat16 after the norm, if there is one; see `Layers.run`."""
+        return self.trace(state, batch, pool, (), entry)[0]
+
+    def trace(
+        self, state: Tensor, batch: Batch, pool: Pool, taps: tuple[int, ...], entry: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The same, and beside it [T, len(taps) * H] bfloat16; see `Layers.trace`."""
         entry = state if self._bare else entry
         read = None if entry is None else entry.to(torch.bfloat16).contiguous()
-        return self.start(Start(state=state.float().contiguous(), entry=read), batch, pool)[0]
+        return self.start(Start(state=state.float().contiguous(), entry=read, taps=taps), batch, pool)
 
     def start(self, start: Start, batch: Batch, pool: Pool) -> tuple[Tensor, Tensor]:
         """One pass: hidden states and tapped ones (see `native.forward`)."""
-        rotation = self._rope.tables(batch.positions, torch.float32)
+        rotation = self._rope.tables(batch.positions, max(batch.attention.bounds), torch.float32)
         return native.forward(self._struct, start, batch.slots, rotation, pool.entries, batch.attention)
 
     def pack(self, weights: Weights, parts: dict[str, int], columns: int, interleave: int = 0) -> list[Packed]:

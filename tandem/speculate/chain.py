@@ -48,7 +48,12 @@ class Passing(ABC):
 
 
 def draw_chains(
-    decoding: Decoding, rows: Rows, rule: Rule, logits: Tensor, advance: Callable[[Tensor, int], Tensor]
+    decoding: Decoding,
+    rows: Rows,
+    rule: Rule,
+    first: Tensor,
+    advance: Callable[[Tensor, int], Tensor],
+    ids: Tensor | None,
 ) -> Draft:
     """Draw as the rule asks, from laws that are shaped by the request's own sampling options.
 
@@ -56,17 +61,18 @@ def draw_chains(
         decoding: the rows that draft, R of them.
         rows: the device table.
         rule: draws the tokens.
-        logits: [R, V] of what follows the committed tokens.
-        advance: (tokens [R] of depth d + 1, d) -> [R, V] what follows them.
+        first: [R, V] logits of what follows the committed tokens.
+        advance: (guesses [R] of depth d + 1, d) -> [R, V] what follows them.
+        ids: [V] int64 the tokens of the columns; None: their numbers.
     """
-    count = max(decoding.quota)
-    chance = Noise.of(rows, decoding.index, decoding.needs)
+    chance, logits, count = Noise.of(rows, decoding.index, decoding.needs), first, max(decoding.quota)
     tokens: list[Tensor] = []
     laws: list[Tensor] = []
     for depth in range(count):
-        path = torch.stack(tokens, 1) if tokens else decoding.index.new_empty(len(logits), 0)
+        drafted = tokens if decoding.needs.penalties else []
+        path = torch.stack(drafted, 1) if drafted else decoding.index.new_empty(len(logits), 0)
         shaped = shape(logits, Nodes(decoding.index, decoding.known + depth, path), rows, decoding.needs)
-        token, law = rule.draw(shaped, depth, chance)
+        token, law = rule.draw(shaped, depth, chance, ids)
         tokens.append(token)
         laws += [] if law is None else [law]
         if depth + 1 < count:

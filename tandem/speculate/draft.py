@@ -14,8 +14,9 @@ and plain decoding is the empty tree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -50,7 +51,7 @@ class Places:
     of: Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Draft:
     """Guesses for R rows, padded to N nodes each. Node j (1-based; 0 is the root) stands in column j - 1.
 
@@ -60,6 +61,7 @@ class Draft:
         counts: drafted nodes of each row, known to the host; columns from there on are padding.
         branching: whether some node has a sibling; False means that node j's parent is j - 1 throughout.
         probs: [R, N, V], the law each token was drawn from, or None where every guess was certain (one-hot q).
+        deepest: no path has more nodes than this, as far as the host knows; None: than N.
     """
 
     tokens: Tensor
@@ -67,6 +69,7 @@ class Draft:
     counts: tuple[int, ...]
     branching: bool
     probs: Tensor | None = None
+    deepest: int | None = None
 
     @classmethod
     def empty(cls, rows: int, device: torch.device) -> Draft:
@@ -98,7 +101,8 @@ class Draft:
         if probs is not None:
             probs = probs.new_zeros(rows, *probs.shape[1:]).index_copy_(0, at, probs)
         parents = self.parents.new_zeros(rows, self.width).index_copy_(0, at, self.parents)
-        return Draft(tokens, parents, tuple(counts.get(r, 0) for r in range(rows)), self.branching, probs)
+        widened = tuple(counts.get(r, 0) for r in range(rows))
+        return Draft(tokens, parents, widened, self.branching, probs, self.deepest)
 
     def beside(self, copied: Draft) -> Draft:
         """These rows where they draft, and elsewhere the chains `copied`, whose guesses were certain."""
@@ -117,8 +121,9 @@ class Draft:
         line = torch.arange(width, device=self.tokens.device)
         parents = torch.where(own[:, None], pad(self.parents, (0, width - self.width)), line)
         counts = tuple(n or m for n, m in zip(self.counts, copied.counts, strict=True))
-        return Draft(tokens, parents, counts, self.branching, probs)
+        return Draft(tokens, parents, counts, self.branching, probs, max(self.depth, copied.depth))
 
+    @cached_property
     def places(self) -> Places:
         """Where its nodes stand, packed."""
         device = self.tokens.device
@@ -135,23 +140,33 @@ class Draft:
         """N, the padded number of drafted nodes."""
         return self.tokens.shape[1]
 
+    @property
+    def depth(self) -> int:
+        """No path has more nodes than this."""
+        return self.width if self.deepest is None else min(self.deepest, self.width)
+
+    @cached_property
     def depths(self) -> Tensor:
         """[R, N + 1] int64: distance of each node from the root; column 0 is the root itself."""
-        rows, width = self.tokens.shape
+        number = torch.arange(self.width + 1, device=self.tokens.device)
         if not self.branching:
-            return torch.arange(width + 1, device=self.tokens.device).expand(rows, -1)
-        depth = torch.zeros(rows, width + 1, dtype=torch.int64, device=self.tokens.device)
-        for j in range(1, width + 1):
-            depth[:, j] = depth.gather(1, self.parents[:, j - 1 : j]).squeeze(1) + 1
-        return depth
+            return number.expand(len(self.tokens), -1)
+        return self._along_paths(number.clamp(max=1), Tensor.add)
 
+    @cached_property
     def ancestors(self) -> Tensor:
         """[R, N + 1] int64 words: bit i of node j's word is set if i is j or an ancestor of j."""
-        rows, width = self.tokens.shape
-        word = torch.ones(rows, width + 1, dtype=torch.int64, device=self.tokens.device)
-        for j in range(1, width + 1):
-            word[:, j] = word.gather(1, self.parents[:, j - 1 : j]).squeeze(1) | (1 << j if j < 63 else -(1 << 63))
-        return word
+        number = torch.arange(self.width + 1, device=self.tokens.device)
+        return self._along_paths(torch.ones_like(number) << number, Tensor.bitwise_or)
+
+    def _along_paths(self, own: Tensor, join: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """[R, N + 1] what the values [N + 1] of a node and of those above it make. All nodes take over what their
+        parent has, as often as a path is long: the root's value must be neutral, or may be joined again."""
+        above = pad(self.parents, (1, 0))
+        made = own.expand_as(above)
+        for _ in range(self.depth):
+            made = join(made.gather(1, above), own)
+        return made
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ committed token, the pending one included, and the logits of that last run are c
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tandem.cache.rows import Rows
 from tandem.engine.runner import Runner
-from tandem.engine.stage import Spans, stage
+from tandem.engine.stage import stage, stage_guesses
 from tandem.sampling import MAX_DRAFT
 from tandem.speculate.chain import Passing, draw_chains
 from tandem.speculate.draft import Carry, Draft
@@ -42,7 +42,7 @@ class DraftModel(Passing):
         self.rule = rule
 
     def _make(self, decoding: Decoding, carried: Tensor) -> Draft:
-        return draw_chains(decoding, self.rows, self.rule, carried, partial(self._advance, decoding))
+        return draw_chains(decoding, self.rows, self.rule, carried, self._steps(decoding), None)
 
     def observe(self, seen: Seen, carry: Carry) -> Carry:
         """Run over the spans; keep the logits of rows that will draft next."""
@@ -59,12 +59,13 @@ class DraftModel(Passing):
         carry[seen.spans.index[torch.tensor(done, device=hidden.device)]] = logits
         return carry
 
-    def _advance(self, decoding: Decoding, token: Tensor, depth: int) -> Tensor:
-        """[R, V] logits after one more guess. Rows past their quota write to the scratch page or to free slots."""
-        place = decoding.known + depth
-        self.rows.tokens[decoding.index, place] = token
-        rows = tuple(r.row for r in decoding.requests)
-        bounds = tuple(r.known + depth + 1 for r in decoding.requests)
-        spans = Spans(rows, decoding.index, place, (1,) * len(rows), bounds)
-        hidden = self.runner.forward(stage(self.rows, spans, self.runner.pool.page_size))
-        return self.runner.logits(hidden[torch.tensor(spans.last(), device=hidden.device)])
+    def _steps(self, decoding: Decoding) -> Callable[[Tensor, int], Tensor]:
+        """What makes one more guess. Rows past their quota write to the scratch page or to free slots."""
+        levels = (max(decoding.quota) - 1, 1)
+        batches = stage_guesses(self.rows, decoding, levels, self.runner.pool.page_size, behind=0)
+
+        def advance(token: Tensor, depth: int) -> Tensor:
+            hidden = self.runner.forward(batches[depth].holding(token))
+            return self.runner.logits(hidden[: len(token)])
+
+        return advance

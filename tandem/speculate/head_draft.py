@@ -16,7 +16,6 @@ Sources: Li et al. 2024 (EAGLE, EAGLE-2), 2025 (EAGLE-3); DeepSeek-V3 (MTP).
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +26,7 @@ from tandem.cache.features import Features
 from tandem.cache.pool import Pool
 from tandem.cache.rows import Rows
 from tandem.engine.batch import Batch
-from tandem.engine.stage import Spans, preceding, stage
+from tandem.engine.stage import Spans, stage_behind, stage_guesses
 from tandem.models.head import Head
 from tandem.sampling import MAX_DRAFT
 from tandem.speculate.chain import Passing, draw_chains
@@ -52,34 +51,39 @@ class HeadRunner:
         self.vocab = vocab
 
     def over_text(self, spans: Spans) -> Tensor:
-        """One pass over committed tokens, fed with the target's states: [T, H] states."""
-        batch = stage(self.rows, spans, self.pool.page_size)
-        fed = self.head.lift(self.features.read(preceding(self.rows, spans, self.pool.page_size)))
-        return self.over(batch, fed)
+        """One pass over committed tokens, fed with the target's states: [T, S] states."""
+        batch, before = stage_behind(self.rows, spans, self.pool.page_size)
+        return self.over(batch, self.head.lift(self.features.read(before)))
 
     def over(self, batch: Batch, state: Tensor) -> Tensor:
-        """One pass over a batch whose tokens come after the states [T or less, H]: [T, H] states."""
-        tokens = batch.tokens.clamp(max=self.head.head.target_vocab - 1)
-        state = pad(state, (0, 0, 0, len(tokens) - len(state)))
-        batch = replace(batch, positions=(batch.positions - 1).clamp(min=0), attention=batch.attention.beginning(1))
-        return self.head.run(tokens, state, batch, self.pool)
+        """One pass over a batch whose tokens come after the states [T or less, H or more]: [T, S] states."""
+        if self.head.head.target_vocab < self.vocab:
+            batch = replace(batch, tokens=batch.tokens.clamp(max=self.head.head.target_vocab - 1))
+        return self.head.run(pad(state, (0, 0, 0, len(batch.tokens) - len(state))), batch, self.pool)
 
-    def logits(self, state: Tensor) -> Tensor:
-        """[K, H] -> [K, vocab]; ids that the head does not know have probability 0."""
+    def ids(self, whole: bool) -> Tensor | None:
+        """[V] int64 the tokens of the columns of `logits`; None: their numbers."""
+        return None if whole else self.head.ids
+
+    def logits(self, state: Tensor, whole: bool) -> Tensor:
+        """States [K, S] -> [K, V]. All tokens in use if the `whole` is wanted, of which those that the head does not
+        know have probability 0; else the ones it knows, see `ids`."""
         logits, ids = self.head.logits(state), self.head.ids
+        if not whole:
+            return logits if ids is not None else logits[:, : self.vocab]
         if ids is None:
             missing = self.vocab - logits.shape[1]
             return pad(logits, (0, missing), value=float("-inf")) if missing > 0 else logits[:, : self.vocab]
-        whole = logits.new_full((len(logits), self.head.head.target_vocab), float("-inf"))
-        return whole.index_copy_(1, ids, logits)[:, : self.vocab]
+        all_ids = logits.new_full((len(logits), self.head.head.target_vocab), float("-inf"))
+        return all_ids.index_copy_(1, ids, logits)[:, : self.vocab]
 
     def measured(self, spans: Spans, wanted: int) -> None:
         """A pass, and the likeliest guess after each of its first `wanted` tokens, for measuring."""
-        self.logits(self.over_text(spans)[:wanted]).max(-1).indices.tolist()
+        self.logits(self.over_text(spans)[:wanted], False).max(-1).indices.tolist()
 
 
 class _HeadDraft(Passing):
-    """What chains and trees have in common. The carry is [rows, H], the state after each row's last committed token."""
+    """What chains and trees have in common. The carry is [rows, S], the state after each row's last committed token."""
 
     max_draft: int
     branching: bool
@@ -110,27 +114,17 @@ class HeadChain(_HeadDraft):
     branching = False
 
     def _make(self, decoding: Decoding, carried: Tensor) -> Draft:
-        logits = self.runner.logits(carried)
-        return draw_chains(decoding, self.rows, self.rule, logits, _Advance(self.runner, decoding, carried))
+        runner, whole = self.runner, decoding.needs.by_id or not self.rule.coupled
+        levels = (max(decoding.quota) - 1, 1)
+        batches = stage_guesses(self.rows, decoding, levels, runner.pool.page_size, behind=1)
+        states = [carried]
 
+        def advance(token: Tensor, depth: int) -> Tensor:
+            states.append(runner.over(batches[depth].holding(token), states[-1])[: len(token)])
+            return runner.logits(states[-1], whole)
 
-class _Advance:
-    """One guess further: the pass over the last one, fed with the state it was guessed from."""
-
-    def __init__(self, runner: HeadRunner, decoding: Decoding, state: Tensor) -> None:
-        self.runner = runner
-        self.decoding = decoding
-        self.state = state
-
-    def __call__(self, token: Tensor, depth: int) -> Tensor:
-        """[R] tokens at that depth -> [R, V]."""
-        rows, decoding = self.runner.rows, self.decoding
-        place = decoding.known + depth
-        rows.tokens[decoding.index, place] = token
-        counts, bounds = (1,) * len(token), tuple(r.known + depth + 1 for r in decoding.requests)
-        spans = Spans(tuple(r.row for r in decoding.requests), decoding.index, place, counts, bounds)
-        self.state = self.runner.over(stage(rows, spans, self.runner.pool.page_size), self.state)[: len(token)]
-        return self.runner.logits(self.state)
+        logits = runner.logits(carried, whole)
+        return draw_chains(decoding, self.rows, self.rule, logits, advance, runner.ids(whole))
 
 
 class HeadTree(_HeadDraft):
@@ -144,12 +138,13 @@ class HeadTree(_HeadDraft):
         self.max_draft = shape.nodes
 
     def _make(self, decoding: Decoding, carried: Tensor) -> Draft:
-        growth = Growth(decoding, self.rows, self.shape, Noise.of(self.rows, decoding.index, decoding.needs))
-        return grow(growth, carried, self.runner.logits, partial(_level, self.runner, growth))
+        runner, whole = self.runner, decoding.needs.by_id
+        noise = Noise.of(self.rows, decoding.index, decoding.needs)
+        growth = Growth(decoding, self.rows, self.shape, noise, runner.ids(whole))
+        batches = stage_guesses(self.rows, decoding, growth.levels, runner.pool.page_size, behind=1)
 
+        def level(tokens: Tensor, words: Tensor, depth: int, state: Tensor) -> Tensor:
+            batch = batches[depth - 1].holding(tokens.flatten(), words.flatten() if tokens.shape[1] > 1 else None)
+            return runner.over(batch, state.flatten(0, 1))[: tokens.numel()].view(*tokens.shape, -1)
 
-def _level(runner: HeadRunner, growth: Growth, tokens: Tensor, words: Tensor, depth: int, state: Tensor) -> Tensor:
-    """One pass over a level's nodes [R, W], fed with their parents' states [R, W, H]: [R, W, H] states."""
-    batch = growth.batch(tokens, words, depth, runner.pool.page_size)
-    out = runner.over(batch, state.flatten(0, 1))
-    return out[: tokens.numel()].view(*tokens.shape, -1)
+        return grow(growth, carried, lambda state: runner.logits(state, whole), level)

@@ -48,6 +48,11 @@ class Needs:
     top_p: bool
     min_p: bool
 
+    @property
+    def by_id(self) -> bool:
+        """Whether something depends on which token a logit is of, so that all V must be there."""
+        return self.penalties or self.bias or self.minimum
+
     @classmethod
     def of(cls, params: Sequence[SamplingParams]) -> Needs:
         """The union over requests."""
@@ -71,7 +76,8 @@ class Nodes:
     Attributes:
         row: [K] int64 table row.
         position: [K] int64 position of the token to be decided.
-        path: [K, D] int64 drafted tokens between the committed text and that position, -1 for padding.
+        path: [K, D] int64 drafted tokens between the committed text and that position, -1 for padding; D = 0 where no
+            request's options depend on them.
     """
 
     row: Tensor
@@ -79,19 +85,25 @@ class Nodes:
     path: Tensor
 
     @classmethod
-    def of(cls, draft: Draft, row: Tensor, known: Tensor) -> Nodes:
-        """The roots and every drafted node, in the order of `draft.places()`.
+    def of(cls, draft: Draft, row: Tensor, known: Tensor, needs: Needs) -> Nodes:
+        """The roots and every drafted node, in the order of `draft.places`.
 
         `row` is [R] table rows, `known` [R] their committed tokens.
         """
-        places = draft.places()
-        node = torch.arange(1, draft.width + 1, device=row.device)
+        places = draft.places
+        path = cls._paths(draft) if needs.penalties else draft.tokens.new_empty(len(places.row), 0)
+        return cls(row[places.row], known[places.row] + draft.depths[places.row, places.node], path)
+
+    @staticmethod
+    def _paths(draft: Draft) -> Tensor:
+        """[K, N] the drafted tokens on the way to each root and node, -1 elsewhere."""
+        places, device = draft.places, draft.tokens.device
+        node = torch.arange(1, draft.width + 1, device=device)
         if draft.branching:
-            on_path = (draft.ancestors()[places.row, places.node, None] >> node & 1).bool()
+            on_path = (draft.ancestors[places.row, places.node, None] >> node & 1).bool()
         else:
             on_path = node <= places.node[:, None]
-        path = torch.where(on_path, draft.tokens[places.row], -1)
-        return cls(row[places.row], known[places.row] + draft.depths()[places.row, places.node], path)
+        return torch.where(on_path, draft.tokens[places.row], -1)
 
 
 def shape(logits: Tensor, nodes: Nodes, rows: Rows, needs: Needs) -> Tensor:

@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 from tandem.cache.rows import Rows
 from tandem.config import EngineConfig
 from tandem.errors import InvalidValue
-from tandem.kernels.noise import ACCEPT, DRAFT, RESIDUAL, TARGET, draw, gumbel, key, uniform
+from tandem.kernels.noise import ACCEPT, DRAFT, RESIDUAL, TARGET, draw, key, rank, uniform
 from tandem.speculate.draft import Draft, Places, Verdict
 from tandem.speculate.law import Needs, probabilities
 
@@ -52,8 +52,9 @@ class Chance(Protocol):
     def greedy(self) -> Tensor:
         """[R] bool: rows that leave nothing to chance."""
 
-    def choose(self, logits: Tensor, stream: int, row: Tensor, depth: Tensor) -> Tensor:
-        """Draw from softmax(logits) [K, V] for the positions root + depth [K] of the rows `row` [K].
+    def choose(self, logits: Tensor, stream: int, row: Tensor, depth: Tensor, ids: Tensor | None = None) -> Tensor:
+        """Draw from softmax(logits) [K, V] for the positions root + depth [K] of the rows `row` [K]; `ids` [V] are the
+        tokens of the columns, None: their numbers.
 
         Returns [K] int64: a function of (logits, stream, row, position) and, except for TARGET, of the root.
         """
@@ -82,18 +83,20 @@ class Noise:
         """The noise of the step that `row` [R] of the table are about to take; `needs` covers them."""
         return cls(rows.seed[row], rows.known[row], rows.temperature[row] == 0, needs.sampled)
 
-    def choose(self, logits: Tensor, stream: int, row: Tensor, depth: Tensor) -> Tensor:
+    def choose(self, logits: Tensor, stream: int, row: Tensor, depth: Tensor, ids: Tensor | None = None) -> Tensor:
         """The tokens of `tandem.kernels.noise.draw`, by the noise of each row's seed."""
         keys = self._keys(stream, self.seed[row], self.root[row], depth) if self.sampled else None
-        return draw(logits, keys, self.greedy[row])
+        return draw(logits, keys, self.greedy[row], ids)
 
-    def perturb(self, logits: Tensor, depth: int) -> Tensor:
-        """logits [R, W, V], plus the target's noise at position root + depth where a row is not greedy."""
-        if not self.sampled:
-            return logits
-        keys = self._keys(TARGET, self.seed, self.root, torch.full_like(self.root, depth))
-        noise = gumbel(keys, logits.shape[-1], logits.dtype)
-        return logits + noise.masked_fill_(self.greedy[:, None], 0)[:, None]
+    def rank(
+        self, logits: Tensor, row: Tensor, depth: int, ids: Tensor | None, count: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The `count` tokens of `tandem.kernels.noise.rank` by the target's noise at position root + depth of the rows
+        `row` [K]; `ids` as for `choose`."""
+        keys = None
+        if self.sampled:
+            keys = self._keys(TARGET, self.seed[row], self.root[row], torch.full_like(row, depth))
+        return rank(logits, keys, self.greedy[row], ids, count)
 
     def accept(self, p: Tensor, q: Tensor, depth: Tensor) -> Tensor:
         """u * q < p: no division, and False where p is not a number."""
@@ -126,19 +129,23 @@ class Rule(ABC):
     trees: ClassVar[bool]
     coupled: ClassVar[bool]
 
-    def draw(self, shaped: Tensor, depth: int, chance: Chance) -> tuple[Tensor, Tensor | None]:
+    def draw(
+        self, shaped: Tensor, depth: int, chance: Chance, ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Draw one drafted token per row for position root + depth.
 
         Args:
             shaped: [R, V] logits of the draft model, shaped like the target's.
             depth: tokens drafted so far in this step.
             chance: the same as `verify` gets.
+            ids: [V] tokens of the columns, for a rule that is coupled; None: their numbers.
 
         Returns:
             Tokens [R] int64, and the law they were drawn from, [R, V], where the rule wants `Draft.probs`.
         """
         row = torch.arange(len(shaped), device=shaped.device)
-        tokens = chance.choose(shaped, TARGET if self.coupled else DRAFT, row, torch.full_like(row, depth))
+        assert self.coupled or ids is None
+        tokens = chance.choose(shaped, TARGET if self.coupled else DRAFT, row, torch.full_like(row, depth), ids)
         return tokens, None if self.coupled else probabilities(shaped, chance.greedy)
 
     @abstractmethod
@@ -152,7 +159,7 @@ def verify(rule: Rule, draft: Draft, shaped: Tensor, chance: Chance) -> Verdict:
     Args:
         rule: the acceptance rule the draft was drawn for.
         draft: the guesses.
-        shaped: [K, V] the target's shaped logits at the roots and every drafted node, in the order of `draft.places()`.
+        shaped: [K, V] the target's shaped logits at the roots and every drafted node, in the order of `draft.places`.
         chance: the step's randomness.
     """
     assert len(shaped) == len(draft.counts) + sum(draft.counts)
@@ -181,8 +188,8 @@ class Match(Rule):
 
     def judge(self, draft: Draft, shaped: Tensor, chance: Chance) -> Verdict:
         """The target's own token at every node, and a walk along the drafted tokens that equal it."""
-        places = draft.places()
-        drawn = chance.choose(shaped, TARGET, places.row, draft.depths()[places.row, places.node])
+        places = draft.places
+        drawn = chance.choose(shaped, TARGET, places.row, draft.depths[places.row, places.node])
         own = drawn[places.of]  # [R, N + 1]
         path, accepted = _walk(draft, own.gather(1, draft.parents) == draft.tokens)
         last = path.gather(1, accepted[:, None])
@@ -202,7 +209,7 @@ class Threshold(Rule):
 
     def judge(self, draft: Draft, shaped: Tensor, chance: Chance) -> Verdict:
         """A walk along the drafted tokens that pass, then the target's own token, by the noise of `match`."""
-        places = draft.places()
+        places = draft.places
         p = probabilities(shaped, chance.greedy[places.row])[places.of.gather(1, draft.parents), draft.tokens]  # [R, N]
         path, accepted = _walk(draft, (p >= self.bound) & (p > 0))
         last = places.of.gather(1, path.gather(1, accepted[:, None]))[:, 0]
@@ -219,9 +226,9 @@ class Ratio(Rule):
 
     def judge(self, draft: Draft, shaped: Tensor, chance: Chance) -> Verdict:
         """One coin per drafted token; the first that falls on False ends the run."""
-        places = draft.places()
+        places = draft.places
         p = probabilities(shaped, chance.greedy[places.row])
-        coins = chance.accept(*_tested(p, draft, places), draft.depths()[:, :-1])
+        coins = chance.accept(*_tested(p, draft, places), draft.depths[:, :-1])
         path, accepted = _walk(draft, coins)
         own = _draw_residual(p, draft, places, accepted, p.new_ones(len(accepted)), chance)
         return _emit(draft, path, accepted, own)
@@ -241,7 +248,7 @@ class Block(Rule):
 
     def judge(self, draft: Draft, shaped: Tensor, chance: Chance) -> Verdict:
         """One independent coin per prefix, all of them tossed."""
-        places = draft.places()
+        places = draft.places
         p = probabilities(shaped, chance.greedy[places.row])
         p_x, q_x = _tested(p, draft, places)
         factor = p_x / q_x.clamp(min=torch.finfo(p.dtype).tiny)  # [R, N]
@@ -253,10 +260,10 @@ class Block(Rule):
         owed = left.cumsum(-1)[:, -1]  # a running sum has one order; a plain one may depend on the batch
         share = owed[places.of[:, 1:]]
         # A share of 0 / 0 is rejected, and no matter: behind it p = q, so that a longer prefix passes for sure.
-        coins = chance.accept(share, share + 1 - scale[:, 1:], draft.depths()[:, :-1])
-        accepted = (draft.depths() * pad(coins & _real(draft), (1, 0))).amax(1)
+        coins = chance.accept(share, share + 1 - scale[:, 1:], draft.depths[:, :-1])
+        accepted = (draft.depths * pad(coins & _real(draft), (1, 0))).amax(1)
         own = _draw_residual(p, draft, places, accepted, scale.gather(1, accepted[:, None])[:, 0], chance)
-        return _emit(draft, draft.depths(), accepted, own)
+        return _emit(draft, draft.depths, accepted, own)
 
 
 def _real(draft: Draft) -> Tensor:
@@ -268,14 +275,14 @@ def _real(draft: Draft) -> Tensor:
 def _walk(draft: Draft, passed: Tensor) -> tuple[Tensor, Tensor]:
     """Follow children that passed ([R, N] bool) down from the root, the first one of siblings.
 
-    Returns the path [R, N + 1], the root first and arbitrary behind its end, and its accepted nodes [R].
+    Returns the path [R, depth + 1], the root first and arbitrary behind its end, and its accepted nodes [R].
     """
     passed = passed & _real(draft)
     if not draft.branching:
-        return draft.depths(), passed.long().cumprod(1).sum(1)
+        return draft.depths, passed.long().cumprod(1).sum(1)
     at = draft.tokens.new_zeros(len(passed))
     path, accepted = [at], at
-    for _ in range(draft.width):
+    for _ in range(draft.depth):
         child = passed & (draft.parents == at[:, None])
         found = child.any(1)
         at = torch.where(found, child.long().argmax(1) + 1, -1)  # -1: nobody's parent, the walk is over

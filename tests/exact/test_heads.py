@@ -98,12 +98,13 @@ def test_fed_with_the_states_of_other_tokens_it_is_not(wrong: int, monkeypatch: 
     """That the oracle is one: states of the token itself, or of the one before the right one."""
     import tandem.speculate.head_draft as module
 
-    real = module.preceding
+    real = module.stage_behind
 
     def shifted(table, spans, page_size):
-        return (real(table, spans, page_size) + (1 if wrong == 1 else -1)).clamp(min=0)
+        batch, before = real(table, spans, page_size)
+        return batch, (before + (1 if wrong == 1 else -1)).clamp(min=0)
 
-    monkeypatch.setattr(module, "preceding", shifted)
+    monkeypatch.setattr(module, "stage_behind", shifted)
     weights = writes(ORDER)
     request = answer(
         build(follows_hidden(weights, ORDER), weights, page_size=4, tree="none", draft_tokens=4), ORDER[:5]

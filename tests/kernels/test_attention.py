@@ -178,17 +178,6 @@ def test_a_beginning(dtype, begin, window, page_size):
     assert torch.equal(world.run([(2, begin, 300)], window, begin=begin)[0], clean[2][begin:])
 
 
-def test_a_plan_can_be_given_another_beginning():
-    world = World([40], page_size=8)
-    q = pad(world.queries[0], (0, 0, 0, 0, 0, 8))
-    plan = AttentionPlan(world.table, (40,), (40,), pad(torch.arange(40), (0, 8)))
-    whole = attend(q, world.pool, plan, None)[:40]
-    later = attend(q, world.pool, plan.beginning(2), None)[:40]
-    assert torch.equal(later, world.run([(0, 0, 40)], begin=2)[0])
-    assert torch.equal(attend(q, world.pool, plan, None)[:40], whole)
-    assert not torch.equal(later, whole)
-
-
 def tree_of(nodes, seed):
     """Parents of a random tree whose node 0 is the root, and each node's depth."""
     generator = torch.Generator().manual_seed(seed)

@@ -64,7 +64,7 @@ class Explorer:
     start: int
     forks: list[tuple[Tensor, Knowledge]] = field(default_factory=list)
 
-    def choose(self, logits: Tensor, stream: int, row: Tensor, depth: Tensor) -> Tensor:
+    def choose(self, logits: Tensor, stream: int, row: Tensor, depth: Tensor, ids: None = None) -> Tensor:
         best = torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(logits.dtype)
         probs = torch.where(self.greedy[row, None], best, logits.softmax(-1))
         # A row's draws come one after another: the first settles what is known. Rows stand in order.
@@ -165,7 +165,7 @@ class Toy:
         needs = Needs.of([self.params])
         chance = chance_of(rows)
         draft = drafter(Step(rows, index, rows.known, last, needs, rule, chance))
-        places = draft.places()
+        places = draft.places
         logits = self.table[torch.cat([last[:, None], draft.tokens], 1)[places.row, places.node]]  # [K, V]
         shaped = law.shape(logits, Nodes.of(draft, index, rows.known), rows, needs)
         verdict = verify.verify(rule, draft, shaped, chance)

@@ -87,7 +87,7 @@ class SoftTree(Match):
     """Most likely children, each tested as if it had been drawn from the draft's law."""
 
     def judge(self, draft: Draft, shaped: Tensor, chance: Chance) -> Verdict:
-        places = draft.places()
+        places = draft.places
         p = probabilities(shaped, chance.greedy[places.row])[places.of.gather(1, draft.parents), draft.tokens]
         q = torch.full_like(p, 0.4)
         passed = chance.accept(p, q, torch.arange(draft.width).expand_as(draft.tokens))

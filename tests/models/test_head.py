@@ -10,7 +10,7 @@ import torch
 from tandem.cache.features import Features
 from tandem.cache.pool import Pool
 from tandem.cache.rows import Rows
-from tandem.engine.stage import Spans
+from tandem.engine.stage import Spans, stage_guesses
 from tandem.engine.step import Decoding
 from tandem.kernels import native
 from tandem.models.head import Head
@@ -18,7 +18,7 @@ from tandem.models.head_formats import open_head
 from tandem.models.load import load_head, model_of
 from tandem.request import Request
 from tandem.sampling import SamplingParams
-from tandem.speculate.head_draft import HeadRunner, _Advance
+from tandem.speculate.head_draft import HeadRunner
 from tandem.speculate.law import Needs
 from tests.exact.oracle import Weights, random_weights
 from tests.models.head_files import CONFIGS, TARGET, VOCAB, Outer, reference, tensors_of, write
@@ -60,12 +60,10 @@ def spoken(head: Head, values: torch.Tensor, chunks: list[int]) -> tuple[torch.T
     assert done == len(TEXT)
     made = torch.cat(states)[1:]  # slot 0 holds nothing
     decoding = Decoding((request,), index, torch.tensor([len(TEXT)]), (9,), Needs.of([request.params]), 1)
-    advance = _Advance(runner, decoding, made[-1:])
-    logits = [runner.logits(made)]
-    for depth, token in enumerate(DRAFTED):
-        logits.append(advance(torch.tensor([token]), depth))
-        made = torch.cat([made, advance.state])
-    return made, torch.cat(logits)
+    batches = stage_guesses(runner.rows, decoding, (len(DRAFTED), 1), PAGE, behind=1)
+    for batch, token in zip(batches, DRAFTED, strict=True):
+        made = torch.cat([made, runner.over(batch.holding(torch.tensor([token])), made[-1:])[:1]])
+    return made[:, : head.config.hidden], runner.logits(made, whole=True)
 
 
 def expected(kind: str, tensors, weights: Weights, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -32,7 +32,7 @@ def noise(rows: int, greedy: bool | list[bool] = False, root: int = 10) -> Noise
 
 def verify(rule: Rule, draft: Draft, logits: Tensor, chance: Noise) -> Verdict:
     """`verify` on logits [R, N + 1, V], of which the nodes that are padding are left out."""
-    places = draft.places()
+    places = draft.places
     return module.verify(rule, draft, logits[places.row, places.node], chance)
 
 
@@ -79,7 +79,7 @@ def test_match_is_a_walk(width: int, seed: int):
     draft = random_tree(rng, rows, width, vocab)
     logits = torch.randn(rows, width + 1, vocab, generator=torch.Generator().manual_seed(seed))
     chance = noise(rows, [r % 3 == 0 for r in range(rows)])
-    own = drawn(chance, logits, TARGET, draft.depths())
+    own = drawn(chance, logits, TARGET, draft.depths)
     verdict = verify(Match(), draft, logits, chance)
     for r in range(rows):
         path = walked(draft, r, lambda parent, j, r=r: own[r, parent] == draft.tokens[r, j - 1])
@@ -96,7 +96,7 @@ def test_threshold_is_a_walk(bound: float):
     chance = noise(10)
     p = logits.softmax(-1)
     verdict = verify(Threshold(bound), draft, logits, chance)
-    own = drawn(chance, logits, TARGET, draft.depths())
+    own = drawn(chance, logits, TARGET, draft.depths)
     for r in range(10):
 
         def passes(parent: int, j: int, r: int = r) -> bool:

@@ -13,7 +13,7 @@ static bool permitted() {
 }
 
 const Kernels *kernels_amx() {
-    static const Kernels kernels{"amx", matmul, attend, forward, draw};
+    static const Kernels kernels{"amx", matmul, attend, forward, draw, rank};
     static const bool works = kernels_avx512() != nullptr && __builtin_cpu_supports("amx-bf16") && permitted();
     return works ? &kernels : nullptr;
 }

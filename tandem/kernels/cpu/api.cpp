@@ -1,6 +1,7 @@
 // The C functions that Python calls (tandem/kernels/native.py). Those that return int return 0, or 1 if memory ran out.
 
 #include <algorithm>
+#include <cmath>
 #include <iterator>
 #include <new>
 
@@ -56,6 +57,10 @@ int guarded(const Body &body) {
         return 1;
     }
 }
+
+bool less(Best a, Best b) { return a.sum < b.sum; }
+
+int64_t token_of(const Draw &d, Best best) { return d.ids == nullptr ? best.column : d.ids[best.column]; }
 
 }  // namespace
 
@@ -137,8 +142,52 @@ int tandem_draw(void *team, int path, const Draw *d, int64_t *tokens) {
         });
         for (int64_t row = 0; row < d->rows; row++) {
             const Best *first = best.get() + row * blocks;
-            tokens[row] = std::max_element(first, first + blocks, [](Best a, Best b) { return a.sum < b.sum; })->token;
+            tokens[row] = token_of(*d, *std::max_element(first, first + blocks, less));
         }
     });
+}
+
+// The `count` best tokens of each row in order, their sums, and the logarithm of the sum of e^sum over the row, 0
+// if all are -inf: tokens and sums [rows, count], mass [rows].
+int tandem_rank(void *team, int path, const Draw *d, int64_t count, int64_t *tokens, float *sums, float *mass) {
+    return guarded([&] {
+        const int64_t blocks = round_up(d->vocab, kDrawn) / kDrawn;
+        std::unique_ptr<Best[]> best(new Best[d->rows * blocks * count]);
+        std::unique_ptr<float[]> masses(new float[d->rows * blocks]);
+        static_cast<Team *>(team)->run([&](Member &member) {
+            for (int64_t i; (i = member.take()) < d->rows * blocks;) {
+                masses[i] = find(path)->rank(*d, i / blocks, i % blocks, count, best.get() + i * count);
+            }
+        });
+        for (int64_t row = 0; row < d->rows; row++) {
+            Best *all = best.get() + row * blocks * count;
+            double sum = 0.0;
+            float top = -INFINITY;
+            for (int64_t i = 0; i < blocks; i++) top = std::max(top, all[i * count].sum);
+            for (int64_t i = 0; i < blocks; i++) {
+                if (masses[row * blocks + i] > 0) sum += masses[row * blocks + i] * std::exp(double(all[i * count].sum) - top);
+            }
+            mass[row] = sum > 0 ? float(top + std::log(sum)) : 0.0f;
+            // Blocks are in order of columns, so equal sums stay in order too.
+            std::stable_sort(all, all + blocks * count, [](Best a, Best b) { return less(b, a); });
+            for (int64_t i = 0; i < count; i++) {
+                tokens[row * count + i] = token_of(*d, all[i]);
+                sums[row * count + i] = all[i].sum;
+            }
+        }
+    });
+}
+
+// The starts of noise sequences: tandem/kernels/noise.py has the twin and says what they are.
+void tandem_key(int64_t count, const uint64_t *seed, uint64_t stream, const uint64_t *round, const uint64_t *position,
+                uint64_t *keys) {
+    auto mixed = [](uint64_t word) {
+        word += 0x9e3779b97f4a7c15;
+        word = (word ^ word >> 30) * 0xbf58476d1ce4e5b9;
+        return (word ^ word >> 27) * 0x94d049bb133111eb;
+    };
+    for (int64_t i = 0; i < count; i++) {
+        keys[i] = mixed(mixed(mixed(mixed(seed[i]) + stream) + round[i]) + position[i]);
+    }
 }
 }

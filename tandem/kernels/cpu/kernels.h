@@ -1,7 +1,7 @@
 // What the native kernels share: the plain structs that Python fills (tandem/kernels/native.py mirrors them with ctypes),
 // and the table of functions that each instruction set provides.
 //
-// Every function in `Kernels` but `draw` is called by all threads of a team at once (SPMD): thread t of n takes its share, and may return
+// Every function in `Kernels` but `draw` and `rank` is called by all threads of a team at once (SPMD): thread t of n takes its share, and may return
 // before others have done theirs; `meet` before reading them. No result depends on n, or on which rows stand beside a row: sums
 // run over K (or over key positions) in an order that depends on nothing else.
 //
@@ -90,19 +90,20 @@ struct Pass {
     Sight sight;
 };
 
-// Tokens to draw, one per row: the first greatest of logits plus the noise of the row's key.
+// Tokens to choose from, for each row: logits plus the noise of the row's key.
 struct Draw {
     const float *logits;  // [rows, stride], vocab of them used
     int64_t stride, rows, vocab;
+    const int64_t *ids;     // [vocab] the token of each column, or null: its number
     const uint64_t *keys;   // [rows], or null: no row has noise
     const uint8_t *greedy;  // [rows], 1: without noise
 };
 
-// Tokens are drawn in blocks of so many. Of equal sums the lowest token is the best.
+// Columns are looked at in blocks of so many. Of equal sums that of the lowest column is the best.
 constexpr int64_t kDrawn = 4096;
 struct Best {
     float sum;
-    int32_t token;
+    int32_t column;
 };
 
 // The functions of one instruction set.
@@ -113,8 +114,10 @@ struct Kernels {
     // Likewise.
     void (*attend)(Member &, const Attention &, const Sight &);
     void (*forward)(Member &, const Model &, const Pass &, struct Workspace &);
-    // The best token of one block of a row; called by one thread.
+    // The best of one block of a row; called by one thread.
     Best (*draw)(const Draw &, int64_t row, int64_t block);
+    // The `count` best of one block in order, filled up with sums of -inf. Returns the sum of e^(sum - the best sum).
+    float (*rank)(const Draw &, int64_t row, int64_t block, int64_t count, Best *best);
 };
 
 // The kernels of an instruction set, or null if this build or this processor does not have it.

@@ -1,8 +1,8 @@
-// Drawing a token: the first greatest of logits + Gumbel noise, in one pass and without the noise ever in memory.
+// Drawing tokens: the greatest of logits + Gumbel noise, in one pass and without the noise ever in memory.
 // tandem/kernels/noise.py defines the noise and has the twin: the words and the numbers between 0 and 1 are the same, bit for
 // bit, and the logarithms agree to a few units in the last place.
 //
-// A token's lane is its id modulo 32, and a short end is filled up: what is computed for it depends on nothing else.
+// A column's lane is its number modulo 32, and a short end is filled up: what is computed for it depends on nothing else.
 
 constexpr int kAtOnce = 32;
 
@@ -50,49 +50,96 @@ static inline float gumbel(uint64_t word) {
     return -log_of(parts_of(-log_of(p)));
 }
 
-// The first greatest of `count` logits, plus noise where `key` is given. What is not a number is never it; where nothing
-// else is above -inf, it is the first.
-template <bool NOISY>
-static Best best_of(const float *logits, int64_t count, int64_t first, uint64_t key) {
-    constexpr uint64_t kGolden = 0x9e3779b97f4a7c15;
+static constexpr uint64_t kGolden = 0x9e3779b97f4a7c15;
+
+// Where a column's word begins: at its token's place in the row's sequence.
+template <bool MAPPED>
+static inline uint64_t word_of(const Draw &d, uint64_t key, int64_t column) {
+    return key + uint64_t((MAPPED ? d.ids[column] : column) + 1) * kGolden;
+}
+
+// Hand kAtOnce columns after another to take(first column, their sums). Straight loops without branches: the compiler
+// vectorises them for every instruction set. The short end is filled up with -inf.
+template <bool NOISY, bool MAPPED, class Take>
+static inline void each_sums(const Draw &d, int64_t row, int64_t block, const Take &take) {
+    const int64_t begin = block * kDrawn, end = std::min(begin + kDrawn, d.vocab);
+    const float *logits = d.logits + row * d.stride;
+    const uint64_t key = NOISY ? d.keys[row] : 0;
+    float sums[kAtOnce];
+    int64_t i = begin;
+    for (; i + kAtOnce <= end; i += kAtOnce) {
+        for (int j = 0; j < kAtOnce; j++) {
+            sums[j] = NOISY ? logits[i + j] + gumbel(word_of<MAPPED>(d, key, i + j)) : logits[i + j];
+        }
+        take(i, sums);
+    }
+    if (i == end) return;
+    for (int j = 0; j < kAtOnce; j++) {
+        sums[j] = -INFINITY;
+        if (i + j < end) sums[j] = NOISY ? logits[i + j] + gumbel(word_of<MAPPED>(d, key, i + j)) : logits[i + j];
+    }
+    take(i, sums);
+}
+
+template <class Take>
+static inline void each_sums(const Draw &d, int64_t row, int64_t block, const Take &take) {
+    if (d.keys == nullptr || d.greedy[row]) {
+        each_sums<false, false>(d, row, block, take);
+    } else if (d.ids == nullptr) {
+        each_sums<true, false>(d, row, block, take);
+    } else {
+        each_sums<true, true>(d, row, block, take);
+    }
+}
+
+// What is not a number is never the best; where nothing else is above -inf, the block's first column is.
+static Best draw(const Draw &d, int64_t row, int64_t block) {
     float best[kAtOnce];
     int32_t at[kAtOnce] = {};
-    uint64_t words[kAtOnce];
-    for (int j = 0; j < kAtOnce; j++) {
-        best[j] = -INFINITY;
-        words[j] = key + uint64_t(first + j + 1) * kGolden;
-    }
-    // Straight loops without branches: the compiler vectorises them for every instruction set.
-    auto take = [&](const float *x, int32_t i) {
-        float sums[kAtOnce];
-        for (int j = 0; j < kAtOnce; j++) {
-            sums[j] = NOISY ? x[j] + gumbel(words[j]) : x[j];
-            words[j] += kAtOnce * kGolden;
-        }
+    const int32_t begin = int32_t(block * kDrawn);
+    for (float &sum : best) sum = -INFINITY;
+    each_sums(d, row, block, [&](int64_t first, const float *sums) {
+        const int32_t i = int32_t(first) - begin;
         for (int j = 0; j < kAtOnce; j++) {
             const int32_t kept = sums[j] > best[j] ? 0 : -1;
             at[j] = (at[j] & kept) | (i & ~kept);
             best[j] = sums[j] > best[j] ? sums[j] : best[j];
         }
-    };
-    int64_t i = 0;
-    for (; i + kAtOnce <= count; i += kAtOnce) take(logits + i, int32_t(i));
-    if (i < count) {
-        float rest[kAtOnce];
-        for (int j = 0; j < kAtOnce; j++) rest[j] = i + j < count ? logits[i + j] : -INFINITY;
-        take(rest, int32_t(i));
-    }
-    Best found{-INFINITY, int32_t(first)};
+    });
+    Best found{-INFINITY, begin};
     for (int j = 0; j < kAtOnce; j++) {
-        const int32_t token = int32_t(first) + at[j] + j;
-        if (best[j] > found.sum || (best[j] == found.sum && token < found.token)) found = {best[j], token};
+        const int32_t column = begin + at[j] + j;
+        if (best[j] > found.sum || (best[j] == found.sum && column < found.column)) found = {best[j], column};
     }
     return found;
 }
 
-static Best draw(const Draw &d, int64_t row, int64_t block) {
-    const int64_t first = block * kDrawn, count = std::min(kDrawn, d.vocab - first);
-    const float *logits = d.logits + row * d.stride + first;
-    if (d.keys == nullptr || d.greedy[row]) return best_of<false>(logits, count, first, 0);
-    return best_of<true>(logits, count, first, d.keys[row]);
+static float rank(const Draw &d, int64_t row, int64_t block, int64_t count, Best *best) {
+    alignas(64) float all[kDrawn];
+    const int64_t begin = block * kDrawn;
+    int64_t end = begin;
+    std::fill(best, best + count, Best{-INFINITY, int32_t(begin)});
+    each_sums(d, row, block, [&](int64_t first, const float *sums) {
+        const float least = best[count - 1].sum;
+        std::memcpy(all + first - begin, sums, sizeof(float) * kAtOnce);
+        end = first + kAtOnce;
+        int better = 0;
+        for (int j = 0; j < kAtOnce; j++) better |= sums[j] > least;
+        if (!better) return;
+        for (int j = 0; j < kAtOnce; j++) {
+            if (!(sums[j] > best[count - 1].sum)) continue;
+            int64_t place = count - 1;
+            for (; place > 0 && best[place - 1].sum < sums[j]; place--) best[place] = best[place - 1];
+            best[place] = {sums[j], int32_t(first + j)};
+        }
+    });
+    float lanes[kAtOnce] = {}, mass = 0.0f;
+    for (int64_t i = 0; i < end - begin; i += kAtOnce) {
+        for (int j = 0; j < kAtOnce; j++) {
+            const float e = exponential(all[i + j] - best[0].sum);
+            lanes[j] += all[i + j] > -INFINITY ? e : 0.0f;
+        }
+    }
+    for (float lane : lanes) mass += lane;
+    return mass;
 }

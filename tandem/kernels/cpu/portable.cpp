@@ -3,7 +3,7 @@
 namespace tandem {
 
 const Kernels *kernels_portable() {
-    static const Kernels kernels{"portable", matmul, attend, forward, draw};
+    static const Kernels kernels{"portable", matmul, attend, forward, draw, rank};
     return &kernels;
 }
 
