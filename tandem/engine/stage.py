@@ -104,11 +104,12 @@ def stage_guesses(table: Rows, decoding: Decoding, levels: tuple[int, int], page
     place = root + number  # [L, R, W]
     depth = torch.arange(1 - behind, 1 - behind + count, device=device)[:, None, None]
     seen_to = place if width == 1 else root.expand_as(place)
-    slots = _slots(table, decoding.index[:, None].expand_as(place), place, page_size)
-    three = torch.stack((slots, (root + depth).expand_as(place), seen_to)).flatten(2)
-    slots, positions, seen_to = pad(three, (0, -rows * width % TILE))
     known = [r.known for r in decoding.requests]
     pages = table.pages[decoding.index, : -(-(max(known) + count * width) // page_size)]
+    page = pages.gather(1, (place // page_size).transpose(0, 1).flatten(1)).view(rows, count, width).transpose(0, 1)
+    slots = page * page_size + place % page_size
+    three = torch.stack((slots, (root + depth).expand_as(place), seen_to)).flatten(2)
+    slots, positions, seen_to = pad(three, (0, -rows * width % TILE))
     plans = (
         AttentionPlan(pages, (width,) * rows, tuple(n + (i + 1) * width for n in known), seen_to[i], begin=behind)
         for i in range(count)

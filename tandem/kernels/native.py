@@ -13,7 +13,7 @@ import os
 from collections.abc import Sequence
 from ctypes import addressof, byref, c_char_p, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -129,7 +129,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_team_of.cache_clear)  # a forked process has none of its parent's threads
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Packed:
     """A weight [n, k] in the layout of `cpu/pack.h`. A product reads `nbytes` of it."""
 
@@ -147,8 +147,9 @@ class Packed:
         strips = -(-self.n // _STRIP)
         return Packed(self.kind, n, self.k, self.data[: self.nbytes // strips * -(-n // _STRIP)])
 
-    @property
+    @cached_property
     def struct(self) -> MatrixStruct:
+        """As the kernels see it; every pass asks for it."""
         return MatrixStruct(self.data.data_ptr(), self.n, self.k, KINDS.index(self.kind))
 
 

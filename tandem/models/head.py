@@ -85,7 +85,6 @@ class Head:
         own = {"fc": self._fc, "feature_fc": self._feature_fc, "head": self._own_head}
         return {name: matrix for name, matrix in own.items() if matrix is not None} | dict(self._layers.matrices())
 
-    @torch.inference_mode()
     def lift(self, features: Tensor) -> Tensor:
         """[T, F] of the target -> [T, H]."""
         parts = features.split(features.shape[1] // len(self._feature_norms), 1) if self._feature_norms else ()
@@ -93,7 +92,6 @@ class Head:
             features = torch.cat([norm(part) for norm, part in zip(self._feature_norms, parts, strict=True)], 1)
         return features if self._feature_fc is None else self._feature_fc(features).to(self.dtype)
 
-    @torch.inference_mode()
     def run(self, state: Tensor, batch: Batch, pool: Pool) -> Tensor:
         """One pass over a batch of tokens, each after a state [T, H or more]: [T, width]."""
         state = state[:, : self.config.hidden]
@@ -107,7 +105,6 @@ class Head:
             made, tapped = self._layers.trace(self._fc(both), batch, pool, self._taps)
         return torch.cat((tapped, made), 1) if self._taps else made
 
-    @torch.inference_mode()
     def logits(self, state: Tensor) -> Tensor:
         """States [K, width] -> [K, outputs] in float32, or float64."""
         return widen(self._lm_head(state[:, -self.config.hidden :]))

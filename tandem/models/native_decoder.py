@@ -200,7 +200,6 @@ class NativeDecoder:
         """What a decode step multiplies with, by name; gate and up are one."""
         return self._layers.matrices() | {"head": NativeMatrix(self._head)}
 
-    @torch.inference_mode()
     def forward(self, batch: Batch, pool: Pool) -> Tensor:
         """Run over a batch of T tokens, writing their KV to the pool.
 
@@ -209,17 +208,14 @@ class NativeDecoder:
         """
         return self.trace(batch, pool, ())[0]
 
-    @torch.inference_mode()
     def trace(self, batch: Batch, pool: Pool, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """`forward`, and beside it [T, len(taps) * H] bfloat16: the residual stream after so many layers."""
         return self._layers.start(Start(tokens=batch.tokens, taps=taps), batch, pool)
 
-    @torch.inference_mode()
     def embed(self, tokens: Tensor) -> Tensor:
         """[T] ids -> [T, H] bfloat16."""
         return native.embed(self._embedding, tokens)
 
-    @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """[K, H] hidden states of any K positions -> [K, outputs] float32, sums that were never rounded."""
         return native.matmul(hidden, [self._head])

@@ -68,11 +68,12 @@ def draw_chains(
     chance, logits, count = Noise.of(rows, decoding.index, decoding.needs), first, max(decoding.quota)
     tokens: list[Tensor] = []
     laws: list[Tensor] = []
+    depths = torch.arange(count, device=first.device)[:, None].expand(-1, len(first))
+    positions, none = decoding.known + depths, decoding.index.new_empty(len(first), 0)
     for depth in range(count):
-        drafted = tokens if decoding.needs.penalties else []
-        path = torch.stack(drafted, 1) if drafted else decoding.index.new_empty(len(logits), 0)
-        shaped = shape(logits, Nodes(decoding.index, decoding.known + depth, path), rows, decoding.needs)
-        token, law = rule.draw(shaped, depth, chance, ids)
+        path = torch.stack(tokens, 1) if tokens and decoding.needs.penalties else none
+        shaped = shape(logits, Nodes(decoding.index, positions[depth], path), rows, decoding.needs)
+        token, law = rule.draw(shaped, depths[depth], chance, ids)
         tokens.append(token)
         laws += [] if law is None else [law]
         if depth + 1 < count:

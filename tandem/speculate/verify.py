@@ -130,22 +130,22 @@ class Rule(ABC):
     coupled: ClassVar[bool]
 
     def draw(
-        self, shaped: Tensor, depth: int, chance: Chance, ids: Tensor | None = None
+        self, shaped: Tensor, depth: Tensor, chance: Chance, ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Draw one drafted token per row for position root + depth.
 
         Args:
             shaped: [R, V] logits of the draft model, shaped like the target's.
-            depth: tokens drafted so far in this step.
+            depth: [R] tokens drafted so far in this step.
             chance: the same as `verify` gets.
             ids: [V] tokens of the columns, for a rule that is coupled; None: their numbers.
 
         Returns:
             Tokens [R] int64, and the law they were drawn from, [R, V], where the rule wants `Draft.probs`.
         """
-        row = torch.arange(len(shaped), device=shaped.device)
         assert self.coupled or ids is None
-        tokens = chance.choose(shaped, TARGET if self.coupled else DRAFT, row, torch.full_like(row, depth), ids)
+        row = torch.arange(len(shaped), device=shaped.device)
+        tokens = chance.choose(shaped, TARGET if self.coupled else DRAFT, row, depth, ids)
         return tokens, None if self.coupled else probabilities(shaped, chance.greedy)
 
     @abstractmethod
