@@ -1,7 +1,7 @@
 """The native CPU kernels, if this installation has them: packed weights, products, attention, whole passes.
 
-They are C++ in `cpu/`, built when the package is installed and reached through ctypes. Each has its torch twin elsewhere
-in this package, which is used where there is no library.
+They are C++ in `cpu/`, built when the package is installed and reached through ctypes. Each has its torch twin
+elsewhere in this package, which is used where there is no library.
 What a processor can do is found at run time: `paths()` lists the instruction sets, the fastest first.
 """
 

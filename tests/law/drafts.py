@@ -8,7 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from tandem.engine.step import Decoding
 from tandem.speculate.draft import Draft
+from tandem.speculate.tree import Growth, Shape, grow
 from tests.law.explore import Drafter, Step
 
 
@@ -28,7 +30,7 @@ def model(table: Tensor, length: int) -> Drafter:
     """A draft model that draws as the rule says, under the request's own options."""
 
     def draft(step: Step) -> Draft:
-        return _chain(step, length, lambda t, d, path: step.rule.draw(step.shape(table[t], path), d, step.chance))
+        return _chain(step, length, lambda t, d, path: step.draw(step.shape(table[t], path), d))
 
     return draft
 
@@ -37,7 +39,7 @@ def hot(table: Tensor, length: int, temperature: float) -> Drafter:
     """A draft model at a temperature of its own and without any other option; the law it reports is the one it used."""
 
     def draft(step: Step) -> Draft:
-        return _chain(step, length, lambda t, d, path: step.rule.draw(table[t] / temperature, d, step.chance))
+        return _chain(step, length, lambda t, d, path: step.draw(table[t] / temperature, d))
 
     return draft
 
@@ -86,6 +88,30 @@ def tree(parents: tuple[int, ...], offsets: tuple[int, ...], ragged: bool = Fals
         shape = torch.tensor(parents).expand_as(tokens)
         counts = tuple(len(parents) - (t % 2 if ragged else 0) for t in step.last.tolist())
         return Draft(tokens, shape, counts, branching=True)
+
+    return draft
+
+
+def grown(table: Tensor, shape: Shape, ragged: bool = False) -> Drafter:
+    """A tree grown from a draft model under the step's noise; ragged ones have from 0 nodes on, by the row's number."""
+
+    def draft(step: Step) -> Draft:
+        count = len(step.last)
+        quota = tuple((shape.nodes + r) % (shape.nodes + 1) for r in range(count)) if ragged else (shape.nodes,) * count
+        decoding = Decoding((step.request,) * count, step.index, step.known, quota, step.needs, count)
+        growth = Growth(decoding, step.rows, shape, step.chance, None)
+        return grow(growth, step.last[:, None], lambda s: table[s[:, 0]], lambda tokens, *_: tokens[..., None])
+
+    return draft
+
+
+def doubled(drafter: Drafter) -> Drafter:
+    """Each node twice, with its children below the second of the two, where a walk that takes the first finds none."""
+
+    def draft(step: Step) -> Draft:
+        tree = drafter(step)
+        tokens, parents = (t.repeat_interleave(2, 1) for t in (tree.tokens, 2 * tree.parents))
+        return Draft(tokens, parents, tuple(2 * n for n in tree.counts), branching=True)
 
     return draft
 

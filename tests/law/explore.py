@@ -113,6 +113,7 @@ class Step:
     index: Tensor
     known: Tensor
     last: Tensor
+    request: Request
     needs: Needs
     rule: Rule
     chance: Chance
@@ -120,6 +121,10 @@ class Step:
     def shape(self, logits: Tensor, path: Tensor) -> Tensor:
         """Logits [R, V] behind drafted tokens [R, D], as the options ask."""
         return law.shape(logits, Nodes(self.index, self.known + path.shape[1], path), self.rows, self.needs)
+
+    def draw(self, shaped: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
+        """A drafted token per row, from logits [R, V], as the rule draws it."""
+        return self.rule.draw(shaped, torch.full_like(self.last, depth), self.chance)
 
 
 Drafter = Callable[[Step], Draft]
@@ -134,22 +139,24 @@ class Toy:
     prompt: tuple[int, ...] = (0, 1)
     stops: tuple[int, ...] = ()
 
+    def request(self) -> Request:
+        """The request that every row is."""
+        return Request(
+            id="toy",
+            tokens=list(self.prompt),
+            params=self.params,
+            seed=0,
+            stops=frozenset(self.stops),
+            limit=64,
+            quota=8,
+            row=0,
+        )
+
     def rows(self, outputs: Tensor) -> Rows:
         """A device table of R requests with the given outputs [R, H], -1 for padding."""
         count, vocab = len(outputs), len(self.table)
         rows = Rows.allocate(1, 64, 1, vocab, torch.device("cpu"), self.table.dtype)
-        rows.admit(
-            Request(
-                id="toy",
-                tokens=list(self.prompt),
-                params=self.params,
-                seed=0,
-                stops=frozenset(self.stops),
-                limit=64,
-                quota=8,
-                row=0,
-            )
-        )
+        rows.admit(self.request())
         tables = {f.name: getattr(rows, f.name) for f in fields(Rows) if isinstance(getattr(rows, f.name), Tensor)}
         rows = replace(rows, **{name: t[:1].repeat_interleave(count, 0) for name, t in tables.items()})
         rows.known += (outputs >= 0).sum(1)
@@ -164,13 +171,13 @@ class Toy:
         last = torch.where(count > 0, outputs.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0], self.prompt[-1])
         needs = Needs.of([self.params])
         chance = chance_of(rows)
-        draft = drafter(Step(rows, index, rows.known, last, needs, rule, chance))
+        draft = drafter(Step(rows, index, rows.known, last, self.request(), needs, rule, chance))
         places = draft.places
         logits = self.table[torch.cat([last[:, None], draft.tokens], 1)[places.row, places.node]]  # [K, V]
-        shaped = law.shape(logits, Nodes.of(draft, index, rows.known), rows, needs)
+        shaped = law.shape(logits, Nodes.of(draft, index, rows.known, needs), rows, needs)
         verdict = verify.verify(rule, draft, shaped, chance)
         place = torch.arange(outputs.shape[1]) - count[:, None]
-        emitted = verdict.tokens.gather(1, place.clamp(0, draft.width))
+        emitted = verdict.tokens.gather(1, place.clamp(0, verdict.tokens.shape[1] - 1))
         return torch.where((place >= 0) & (place < verdict.counts[:, None]), emitted, outputs)
 
     def enumerate(self, rule: Rule, drafter: Drafter, horizon: int, steps: int = 99) -> tuple[Tensor, Tensor]:
@@ -210,10 +217,7 @@ class Toy:
 
     def law(self, rule: Rule, drafter: Drafter, horizon: int) -> Tensor:
         """[V ** horizon] exact probability of every output, in lexical order."""
-        outputs, weights = self.enumerate(rule, drafter, horizon)
-        vocab = len(self.table)
-        code = (outputs * vocab ** torch.arange(horizon - 1, -1, -1)).sum(1)
-        return torch.zeros(vocab**horizon, dtype=torch.float64).scatter_add_(0, code, weights)
+        return tally(*self.enumerate(rule, drafter, horizon), len(self.table))
 
     def sample(self, rule: Rule, drafter: Drafter, horizon: int, seeds: Tensor, steps: int = 99) -> Tensor:
         """Outputs [R, horizon] of requests with `seeds` [R], by the real noise; -1 where `steps` did not reach."""
@@ -226,6 +230,13 @@ class Toy:
         for _ in range(min(steps, horizon)):
             outputs = self.step(rule, drafter, outputs, chance_of)
         return outputs
+
+
+def tally(outputs: Tensor, weights: Tensor, vocab: int) -> Tensor:
+    """[V ** H] weight of every output of H tokens, in lexical order, from outputs [B, H] and their weights [B]."""
+    horizon = outputs.shape[1]
+    code = (outputs * vocab ** torch.arange(horizon - 1, -1, -1)).sum(1)
+    return torch.zeros(vocab**horizon, dtype=torch.float64).scatter_add_(0, code, weights)
 
 
 def variation(p: Tensor, q: Tensor) -> float:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tandem.sampling import SamplingParams
 from tandem.speculate import verify
+from tandem.speculate.tree import Shape
 from tandem.speculate.verify import DRAFT, TARGET, Block, Match, Ratio, Rule, Threshold
 from tests.law import drafts
 from tests.law.explore import Drafter, Toy
@@ -25,6 +26,7 @@ OPTIONS = {
     "plain": SamplingParams(),
 }
 MODEL = drafts.model(GUESS, 3)
+GROWN = [drafts.grown(GUESS, Shape(12, 3, 3, fixed), ragged=True) for fixed in (False, True)]
 
 
 def fit(rule: Rule, draft: Drafter, params: SamplingParams, horizon: int = 2) -> float:
@@ -67,7 +69,7 @@ def test_match_emits_the_tokens_of_plain_decoding():
     for params in OPTIONS.values():
         toy = Toy(TABLE, params)
         plain = toy.sample(Match(), drafts.nothing(), 6, SEEDS[:500])
-        for draft in (MODEL, drafts.script(3), drafts.tree((0, 0, 1, 2, 2), (1, 2, 3, 4, 4), ragged=True)):
+        for draft in (MODEL, drafts.script(3), drafts.tree((0, 0, 1, 2, 2), (1, 2, 3, 4, 4), ragged=True), *GROWN):
             assert torch.equal(toy.sample(Match(), draft, 6, SEEDS[:500]), plain)
 
 

@@ -60,7 +60,7 @@ def test_argmax_draft_with_soft_law(rule: Rule):
 @pytest.mark.parametrize("rule", SAMPLED, ids=named)
 def test_draft_at_another_temperature_than_it_reports(rule: Rule):
     def draft(step: Step) -> Draft:
-        tokens, _ = rule.draw(GUESS[step.last] / 2.0, 0, step.chance)
+        tokens, _ = rule.draw(GUESS[step.last] / 2.0, torch.zeros_like(step.last), step.chance)
         return Draft.chain(tokens[:, None], (1,) * len(tokens), GUESS[step.last].softmax(-1)[:, None])
 
     assert bias(rule, draft) > 1e-2
@@ -68,7 +68,7 @@ def test_draft_at_another_temperature_than_it_reports(rule: Rule):
 
 def cut_by_value(step: Step) -> Draft:
     """Submits a drafted token only if it is a likely one: how much is drafted depends on what was drawn."""
-    tokens, law_ = step.rule.draw(GUESS[step.last], 0, step.chance)
+    tokens, law_ = step.rule.draw(GUESS[step.last], torch.zeros_like(step.last), step.chance)
     likely = GUESS[step.last].softmax(-1).gather(1, tokens[:, None])[:, 0] > 0.4
     counts = tuple(int(keep) for keep in likely)
     return Draft.chain(tokens[:, None], counts, None if law_ is None else law_[:, None])

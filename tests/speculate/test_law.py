@@ -20,6 +20,7 @@ from tests.law import reference
 CPU = torch.device("cpu")
 NO_PATH = torch.empty(1, 0, dtype=torch.int64)
 NEVER = float("-inf")
+PENALISED = Needs.of([SamplingParams(presence_penalty=1.0)])
 
 
 def admit(
@@ -261,7 +262,7 @@ def test_path_of_a_tree_is_its_ancestors():
     #      root - 1(a) - 3(c)
     #          \- 2(b) - 4(d) - 5(e)
     draft = Draft(torch.tensor([[10, 11, 12, 13, 14]]), torch.tensor([[0, 0, 1, 2, 4]]), (5,), branching=True)
-    nodes = Nodes.of(draft, torch.tensor([3]), torch.tensor([40]))
+    nodes = Nodes.of(draft, torch.tensor([3]), torch.tensor([40]), PENALISED)
     assert nodes.row.tolist() == [3] * 6
     assert nodes.position.tolist() == [40, 41, 41, 42, 42, 43]
     drafted = [[t for t in line if t >= 0] for line in nodes.path.tolist()]
@@ -271,7 +272,7 @@ def test_path_of_a_tree_is_its_ancestors():
 @pytest.mark.parametrize("branching", [False, True])
 def test_path_of_a_chain_is_what_stands_before(branching: bool):
     chain = Draft.chain(torch.tensor([[7, 8], [5, 6]]), (2, 2))
-    nodes = Nodes.of(replace(chain, branching=branching), torch.tensor([1, 0]), torch.tensor([9, 4]))
+    nodes = Nodes.of(replace(chain, branching=branching), torch.tensor([1, 0]), torch.tensor([9, 4]), PENALISED)
     assert nodes.row.tolist() == [1, 1, 1, 0, 0, 0]
     assert nodes.position.tolist() == [9, 10, 11, 4, 5, 6]
     assert nodes.path.tolist() == [[-1, -1], [7, -1], [7, 8], [-1, -1], [5, -1], [5, 6]]

@@ -183,7 +183,7 @@ def test_a_draft_like_the_target_is_accepted_to_the_end(rule: Rule):
     rows, width, vocab = 30, 5, 6
     logits = torch.randn(rows, width + 1, vocab, generator=torch.Generator().manual_seed(4))
     chance = noise(rows, [r < 5 for r in range(rows)])
-    guesses = [rule.draw(logits[:, i], i, chance) for i in range(width)]
+    guesses = [rule.draw(logits[:, i], torch.full((len(logits),), i), chance) for i in range(width)]
     tokens = torch.stack([t for t, _ in guesses], 1)
     laws = [q for _, q in guesses if q is not None]
     assert bool(laws) == (not rule.coupled)
