@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tandem.cache.rows import Rows
 from tandem.sampling import SamplingParams
 from tandem.speculate import law, verify
 from tandem.speculate.draft import Draft, Verdict
-from tandem.speculate.law import Nodes
+from tandem.speculate.law import Needs, Nodes
 from tandem.speculate.tree import Shape
-from tandem.speculate.verify import TARGET, Chance, Match, Rule, Threshold
+from tandem.speculate.verify import TARGET, Chance, Match, Noise, Rule, Threshold
 from tests.law import drafts
 from tests.law.cells import Enumeration, cells
 from tests.law.explore import Drafter, Step, Toy, variation
@@ -330,3 +331,46 @@ def test_penalties_for_siblings(draft: Drafter, monkeypatch: pytest.MonkeyPatch)
 def test_options_that_skip_the_path(wrong, option: str, draft: Drafter, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(law, "shape", wrong)
     assert bias(Match(), draft, option) > 1e-3
+
+
+# The chains of a tree
+
+
+def branch(tree: Draft, node: int) -> Draft:
+    """The chain from the root to that node, in rows that have it."""
+    chains = []
+    for tokens, parents, count in zip(tree.tokens.tolist(), tree.parents.tolist(), tree.counts, strict=True):
+        chain, at = [], node if node <= count else 0
+        while at:
+            chain.append(tokens[at - 1])
+            at = parents[at - 1]
+        chains.append(chain[::-1])
+    return Draft.chain_of(chains, tree.tokens.device)
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["dynamic", "fixed"])
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.0)], ids=["sampled", "greedy"])
+def test_tree_accepts_as_much_as_its_best_chain(params: SamplingParams, fixed: bool):
+    """Never less than any chain in it, in the same step under the same noise: the most of them all."""
+    target, guess = pair(11, 8)
+    toy, count = Toy(target, params), 64
+    trees: list[Draft] = []
+
+    def growing(step: Step) -> Draft:
+        trees.append(drafts.grown(guess, Shape(16, 4, 3, fixed), ragged=True)(step))
+        return trees[0]
+
+    def chance_of(rows: Rows) -> Noise:
+        rows.seed.copy_(torch.arange(count))
+        return Noise.of(rows, torch.arange(count), Needs.of([params]))
+
+    def emitted(draft: Drafter) -> Tensor:
+        outputs = torch.cat([torch.arange(count)[:, None] % 8, torch.full((count, 5), -1)], 1)
+        return (toy.step(Match(), draft, outputs, chance_of)[:, 1:] >= 0).sum(1)
+
+    by_tree = emitted(growing)
+    chains = [branch(trees[0], j) for j in range(1, trees[0].width + 1)]
+    by_chain = torch.stack([emitted(lambda step, chain=chain: chain) for chain in chains], 1)
+    assert bool((by_tree[:, None] >= by_chain).all())
+    assert torch.equal(by_tree, by_chain.amax(1))
+    assert len(set(by_tree.tolist())) > 2
