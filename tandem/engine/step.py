@@ -19,6 +19,7 @@ from tandem.engine.plan import Plan
 from tandem.engine.runner import Runner
 from tandem.engine.stage import Spans, stage
 from tandem.request import Request, TokenLogprobs
+from tandem.sampling import MAX_DRAFT
 from tandem.speculate.draft import Carry, Draft, Speculator, Verdict
 from tandem.speculate.law import Needs, Nodes, shape
 from tandem.speculate.verify import Noise, Rule, verify
@@ -37,6 +38,7 @@ class Decoding:
         quota: most nodes to draft for each.
         needs: what their sampling options ask for.
         load: known tokens that the target computes in this step, those of rows that do not emit included.
+        depth: most tokens on a path of a draft.
     """
 
     requests: tuple[Request, ...]
@@ -45,12 +47,14 @@ class Decoding:
     quota: tuple[int, ...]
     needs: Needs
     load: int
+    depth: int = MAX_DRAFT
 
     def of(self, places: Sequence[int]) -> Decoding:
         """Some of the rows, by their places here."""
         chosen = torch.tensor(places, dtype=torch.int64, device=self.index.device)
         requests, quota = tuple(self.requests[i] for i in places), tuple(self.quota[i] for i in places)
-        return Decoding(requests, self.index[chosen], self.known[chosen], quota, self.needs, self.load)
+        index, known = self.index[chosen], self.known[chosen]
+        return Decoding(requests, index, known, quota, self.needs, self.load, self.depth)
 
 
 @dataclass(frozen=True, slots=True)

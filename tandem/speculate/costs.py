@@ -73,8 +73,9 @@ class Costs:
     host: float = 0.0
 
     def correct_host(self, seconds: float) -> None:
-        """Lean towards a time that was seen, which may hold a wait for requests: then it says nothing."""
-        self.host += _RATE / 2 * (min(seconds, self.target(1) / 2) - self.host)
+        """Lean towards a time that was seen. One as long as half a pass holds a wait for requests, and says nothing."""
+        if seconds < self.target(1) / 2:
+            self.host += _RATE / 2 * (seconds - self.host)
 
 
 Timed = Callable[[Spans, int], None]

@@ -6,6 +6,7 @@ Prompt lookup decoding (Saxena, 2023) over prompt and output, with the longest m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -32,8 +33,11 @@ class Lookup:
 
     def draft(self, decoding: Decoding, carry: Carry) -> Draft:
         """Look each row's text up, the committed tokens that are new since last time added first."""
-        guesses = [self._guess(r, n) for r, n in zip(decoding.requests, decoding.quota, strict=True)]
-        return Draft.chain_of(guesses, decoding.index.device)
+        return Draft.chain_of(self.guesses(decoding.requests, decoding.quota), decoding.index.device)
+
+    def guesses(self, requests: Sequence[Request], quota: Sequence[int]) -> list[list[int]]:
+        """What followed earlier, at most so many tokens for each."""
+        return [self._guess(r, n) for r, n in zip(requests, quota, strict=True)]
 
     def reach(self, request: Request, end: int) -> int:
         """Wants nothing: the text is indexed when a guess is wanted, from the host's copy of it."""

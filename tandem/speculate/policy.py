@@ -9,7 +9,8 @@ For every step the policy looks for the lengths k_r of all rows r at once that m
 the goodput of TurboSpec and DSpark, with survival from `acceptance` and seconds from `costs`. Since survival falls with
 depth, the best n guesses of a batch are its n likeliest; the target's time climbs in steps, so every n is compared, not
 only up to the first fall. Copies cost nothing to make, a model's guesses cost passes: for each m, m = 0 included, a row
-takes the source that is expected to last longer.
+takes the source that is expected to last longer. Where drafts may be trees, a copy can also stand beside the model's
+guesses in one tree: it gains what it gets right where they end earlier.
 
 The choice depends on verdicts of earlier steps, on the committed text and on time, never on a token still to be judged.
 Under `match` it can therefore not change the output. Under `ratio` and `block` the law is kept, but
@@ -17,12 +18,13 @@ which tokens a seed gives depends on the lengths drafted, and these on time.
 
 A model that does not pay is not run at all: neither over new prompts nor over what is emitted. It comes back in two
 ways. If its estimate says that catching up pays within the next tokens, a request's text is shown to it in chunks. If
-the estimate says no, it is still tested: a small share of the time goes into *trials*, one guess for one request,
-repeated while it is right. A model that was never tested starts with such a trial, not with every prompt.
+the estimate says no, it is still tested: a small share of the time goes into *trials*, one guess for one request. A
+model that was never tested starts with such a trial, not with every prompt.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -33,7 +35,7 @@ from numpy.typing import NDArray
 from tandem.kernels.linear import TILE
 from tandem.request import Request
 from tandem.sampling import MAX_DRAFT
-from tandem.speculate.acceptance import MEMORY, Acceptance, Estimates, Floats, TreeAcceptance
+from tandem.speculate.acceptance import MEMORY, Acceptance, ChainAcceptance, Counts, Estimates, Floats, TreeAcceptance
 from tandem.speculate.costs import Clock, Costs
 from tandem.speculate.draft import Carry, Draft, Speculator
 from tandem.speculate.lookup import Lookup
@@ -44,11 +46,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Adaptive"]
 
-Counts = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
 _COPIED = (0.3, 0.4, 0.5, 0.6, 0.75, 0.9)  # for 1, 2, 3-4, 5-8, 9-16 and more matching tokens
-_DRAWN = (0.6,)
+_DRAWN = 0.6
 _DEPTHS = np.array([0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, MAX_DRAFT])
 _TESTED = 4.0  # verdicts from which a model's estimate is believed
 _LOOK = 8  # steps after which it is asked again whether a model would pay that has seen no text
@@ -57,34 +58,53 @@ _TRIAL_MEMORY = 8.0
 _HORIZON = 128  # tokens within which catching up must pay
 _MARGIN = 0.02  # of a token's cost: not to catch up for a gain that may be chance
 _SMOOTH = 0.1  # weight of the latest step in what the model saves
+_BESIDE = 0.5  # of what a copy gets right where the model's guesses end earlier, if the two were independent
 
 
 @dataclass(frozen=True, slots=True)
 class _Guessed:
-    """What was drafted for a request when it had `known` tokens."""
+    """What was drafted for a request when it had `known` tokens: copies of a kind, and so many guesses to a depth."""
 
     known: int
-    count: int
-    source: Estimates
+    copied: list[int]
     kind: int
+    drawn: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """Tokens to copy and to draw for each row, the depth to which they are drawn, and the kinds of the copies."""
+
+    copies: tuple[int, ...]
+    draws: tuple[int, ...]
+    depth: int
+    kinds: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The rows of a step as the choice sees them: survival [R, MAX_DRAFT] by source, 0 where nothing may be drafted.
+    """The rows of a step as the choice sees them, with 0 where nothing may be drafted.
 
-    `load` tokens are computed anyway; `fixed` rows draft `depth` tokens with the model whatever is chosen for others.
+    Attributes:
+        copied: [R, MAX_DRAFT] the chance that so many copies are accepted.
+        depths: [M] to which the model may draft, 0 first.
+        drawn: [M, R, MAX_DRAFT] what each of its guesses gains.
+        beside: [M, R, MAX_DRAFT] what each copy gains beside them.
+        load: tokens that are computed anyway.
+        fixed, deep: so many rows draft to such a depth with the model whatever is chosen for others.
     """
 
     copied: Floats
+    depths: Counts
     drawn: Floats
+    beside: Floats
     load: int
     fixed: int
-    depth: int
+    deep: int
 
     def drawn_where(self, chosen: Flags) -> _Rows:
         """The same if only the chosen rows [R] can be the model's."""
-        return replace(self, drawn=self.drawn * chosen[:, None])
+        return replace(self, drawn=self.drawn * chosen[:, None], beside=self.beside * chosen[:, None])
 
 
 class Adaptive:
@@ -93,17 +113,26 @@ class Adaptive:
     max_draft = MAX_DRAFT
 
     def __init__(
-        self, lookup: Lookup, model: Speculator | None, costs: Costs, clock: Clock, tree: Shape | None = None
+        self,
+        lookup: Lookup,
+        model: Speculator | None,
+        costs: Costs,
+        clock: Clock,
+        tree: Shape | None = None,
+        mixes: bool = False,
     ) -> None:
-        """`tree` bounds the trees that the model drafts, if it does not draft chains."""
-        self.branching = tree is not None
-        self._depth, self._width = (MAX_DRAFT, 1) if tree is None else (tree.depth, tree.width)
-        self.drawn: Estimates = Acceptance(_DRAWN) if tree is None else TreeAcceptance(tree.depth)
+        """`tree` bounds the trees that the model drafts, if it does not draft chains; `mixes`: whether copies may stand
+        beside its guesses in one tree."""
+        self.branching = tree is not None or mixes
+        self.mixes = mixes
+        most, self._width = (MAX_DRAFT, 1) if tree is None else (tree.depth, tree.width)
+        self._depths = _DEPTHS[most >= _DEPTHS]
+        self.drawn: Estimates = ChainAcceptance(_DRAWN) if tree is None else TreeAcceptance(tree)
         self.lookup = lookup
         self.model = model
         self.costs = costs
         self.clock = clock
-        self.copied: Estimates = Acceptance(_COPIED)
+        self.copied = Acceptance(_COPIED)
         self._guessed: WeakKeyDictionary[Request, _Guessed] = WeakKeyDictionary()
         self._trial: Request | None = None
         self._cost = 0.0  # seconds for each token without the model
@@ -117,23 +146,24 @@ class Adaptive:
 
     def draft(self, decoding: Decoding, carry: Carry) -> Draft:
         """Learn from the last verdicts, choose, and let both sources guess."""
-        now = self.clock()
-        idle, self._began = now - self._ended, now
+        self._began = self.clock()
         self._learn(decoding.requests)
-        copies, draws = self._choose(decoding)
-        copied = self.lookup.draft(replace(decoding, quota=copies), carry)
+        choice = self._choose(decoding)
+        guesses = self.lookup.guesses(decoding.requests, choice.copies)
         before = self.clock()
-        drawn = Draft.empty(len(copies), decoding.index.device)
-        if self.model is not None and any(draws):
-            drawn = self.model.draft(replace(decoding, quota=draws), carry)
+        drawn = Draft.empty(len(guesses), decoding.index.device)
+        if self.model is not None and any(choice.draws):
+            drawn = self.model.draft(replace(decoding, quota=choice.draws, depth=choice.depth), carry)
         self._left = self.clock()
-        if max(draws, default=0) > 1:
-            rows = sum(n > 0 for n in draws)
-            passes = min(max(draws), self._depth) - 1
-            self.costs.draft.correct(rows * self._width, (self._left - before) / max(passes, 1))
-        self.costs.correct_host(idle + before - now)
-        draft = drawn.beside(copied)
-        self._tokens = decoding.load + sum(draft.counts) if decoding.load == len(copies) else 0
+        if drawn.depth > 1:
+            rows = sum(n > 0 for n in drawn.counts)
+            self.costs.draft.correct(rows * self._width, (self._left - before) / (drawn.depth - 1))
+        self.costs.correct_host(before - self._ended)
+        for request, copied, count, kind in zip(decoding.requests, guesses, drawn.counts, choice.kinds, strict=True):
+            if copied or count:
+                self._guessed[request] = _Guessed(request.known, copied, kind, (count, choice.depth))
+        draft = drawn.beside(Draft.chain_of(guesses, decoding.index.device))
+        self._tokens = decoding.load + sum(draft.counts) if decoding.load == len(guesses) else 0
         return draft
 
     def reach(self, request: Request, end: int) -> int:
@@ -167,11 +197,17 @@ class Adaptive:
             was = self._guessed.pop(request, None)
             if was is None:
                 continue
-            accepted = request.known - was.known - 1
-            tried = request is self._trial and was.source is self.drawn
-            was.source.record(request, was.kind, was.count, accepted, _TRIAL_MEMORY if tried else MEMORY)
-            if tried and not accepted and self._tested:
-                self._trial = None
+            accepted = copied = request.known - was.known - 1
+            if was.copied and was.drawn[0]:
+                copied = _equal(was.copied, request.tokens[was.known : request.known - 1])
+            if was.copied:
+                self.copied.record(request, was.kind, len(was.copied), copied)
+            # Where copies were right to the end, nobody knows how far the model was.
+            if was.drawn[0] and not (was.copied and 0 < accepted == copied):
+                tried = request is self._trial
+                self.drawn.record(request, was.drawn, accepted, _TRIAL_MEMORY if tried else MEMORY)
+                if tried and self._tested:
+                    self._trial = None
 
     @property
     def _tested(self) -> bool:
@@ -192,8 +228,8 @@ class Adaptive:
         ahead = min(left, max(_HORIZON, request.known - request.prompt_length))  # what has lasted long goes on long
         return ahead * (self._saving - _MARGIN * self._cost) > price
 
-    def _choose(self, decoding: Decoding) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """How many tokens to copy and to draw for each row."""
+    def _choose(self, decoding: Decoding) -> _Choice:
+        """How much to copy and to draw."""
         requests = decoding.requests
         matched = [self.lookup.matched(r) if n else 0 for r, n in zip(requests, decoding.quota, strict=True)]
         ready = [self.model is not None and r.observed == r.known for r in requests]
@@ -201,34 +237,37 @@ class Adaptive:
         self._free = any(r.params.draft_tokens is None for r in requests)
         judging = any(ready) or not self._steps % _LOOK
         if not any(decoding.quota) or not (any(matched) or judging):
-            return (0,) * len(requests), (0,) * len(requests)
+            return _Choice((0,) * len(requests), (0,) * len(requests), 0, (0,) * len(requests))
         kinds = [min(max(n - 1, 0).bit_length(), len(_COPIED) - 1) for n in matched]
         free, seen = np.array([r.params.draft_tokens is None for r in requests]), np.array(ready)
         quota, hits = np.array(decoding.quota), np.array(matched) > 0
         most = (quota * free)[:, None] > np.arange(MAX_DRAFT)
         copied = self.copied.survival(requests, kinds) * (most & hits[:, None])
-        drawn = self.drawn.survival(requests, (0,) * len(requests)) * (most & (self.model is not None and judging))
         fixed = quota * ~free
         draws, copies = fixed * seen, fixed * (hits & (self.model is None))
-        load = decoding.load + int((draws + copies).sum())
-        rows = _Rows(copied, drawn, load, int((draws > 0).sum()), int(draws.max()))
-        choice = self._best(rows, seen, requests)
-        copies += choice[0]
-        draws += choice[1]
+        load, deep = decoding.load + int((draws + copies).sum()), min(int(draws.max()), int(self._depths[-1]))
+        # An untested model begins with short chains.
+        known = np.searchsorted(self._depths, self.drawn.judged + 1, "right")
+        depths = self._depths[: known if self.model is not None and judging else 1]
+        drawn = self.drawn.gains(requests, depths) * most
+        beside = np.zeros_like(drawn)
+        if self.mixes and any(matched) and len(depths) > 1:
+            alone = copied * (1 - self.drawn.reaching(requests, depths)) * _BESIDE
+            beside = np.minimum.accumulate(alone, 2)
+        rows = _Rows(copied, depths, drawn, beside, load, int((draws > 0).sum()), deep)
+        chosen_copies, chosen_draws, depth = self._best(rows, seen, requests)
+        copies += np.minimum(chosen_copies, quota - chosen_draws)
+        draws += chosen_draws
         self._try_copies(rows, copies, draws)
         self._try_model(requests, seen & most[:, 0], copies, draws)
-        for request, kind, copy, draw in zip(requests, kinds, copies.tolist(), draws.tolist(), strict=True):
-            if copy or draw:
-                source, kind = (self.drawn, 0) if draw else (self.copied, kind)
-                self._guessed[request] = _Guessed(request.known, copy or draw, source, kind)
-        return tuple(copies.tolist()), tuple(draws.tolist())
+        return _Choice(tuple(copies.tolist()), tuple(draws.tolist()), max(depth, deep, 1), kinds)
 
-    def _best(self, rows: _Rows, seen: Flags, requests: tuple[Request, ...]) -> tuple[Counts, Counts]:
-        """How many tokens to copy and to draw for each row, [R] each, where the goodput is highest; the model can draw
-        where it has `seen` [R] the text. Brings up to date what it saves."""
+    def _best(self, rows: _Rows, seen: Flags, requests: tuple[Request, ...]) -> tuple[Counts, Counts, int]:
+        """How many tokens to copy and to draw for each row, [R] each, and to which depth, where the goodput is highest;
+        the model can draw where it has `seen` [R] the text. Brings up to date what it saves."""
         if not (rows.copied.any() or rows.drawn.any()):
             nothing = np.zeros(len(seen), dtype=np.int64)
-            return nothing, nothing
+            return nothing, nothing, 0
         goodput, chance, own = self._goodput(rows)
         if len(goodput) > 1:
             self._cost = 1 / goodput[0].max()
@@ -242,26 +281,27 @@ class Adaptive:
                 goodput, chance, own = self._goodput(rows.drawn_where(seen))
         # While the model is kept it sees every text anyway: not to use it would save nothing, and teach nothing.
         least = int(len(goodput) > 1 and self._kept > 0)
-        depth, guesses = divmod(int(goodput[least:].argmax()), goodput.shape[1])
-        depth += least
-        chosen = np.argsort(-chance[depth], kind="stable")[:guesses]  # equal ones in order of depth
-        chosen = chosen[chance[depth, chosen] > 0]  # the others are not allowed, whatever the costs
-        counts = np.bincount(chosen // MAX_DRAFT, minlength=len(seen))
-        return counts * ~own[depth], counts * own[depth]
+        best, guesses = divmod(int(goodput[least:].argmax()), goodput.shape[1])
+        best += least
+        chosen = np.argsort(-chance[best], kind="stable")[:guesses]  # equal ones in order of depth
+        chosen = chosen[chance[best, chosen] > 0]  # the others are not allowed, whatever the costs
+        counts = np.bincount(chosen // MAX_DRAFT, minlength=2 * len(seen))
+        first, second = counts[: len(seen)], counts[len(seen) :]
+        return first * ~own[best] + second, first * own[best], int(rows.depths[best])
 
     def _goodput(self, rows: _Rows) -> tuple[Floats, Floats, Flags]:
-        """Tokens per second by depth of the model's chains and number of guesses, [M, R * MAX_DRAFT + 1]; the chance
-        that each guess counts, [M, R * MAX_DRAFT]; and whether a row is the model's, [M, R]."""
-        # An untested model begins with short chains.
-        known = np.searchsorted(_DEPTHS, self.drawn.judged + 1, "right") if rows.drawn.any() else 1
-        depths = _DEPTHS[:known]
-        lasting = _sums(rows.drawn)[:, depths].T  # [M, R] guesses accepted
+        """Tokens per second by depth of the model's drafts and number of guesses, [M, N + 1]; what each guess gains,
+        [M, N]; and whether a row is the model's, [M, R]. Guesses are those of each row's source, MAX_DRAFT for each,
+        and if some row has them, the copies beside."""
+        lasting = rows.drawn.sum(2)  # [M, R] guesses accepted
         own = lasting > rows.copied.sum(1)
-        deep = np.arange(MAX_DRAFT) < depths[:, None, None]
-        chance = np.where(own[..., None], rows.drawn * deep, rows.copied).reshape(len(depths), -1)
-        expected = len(rows.drawn) + _sums(np.sort(chance, 1)[:, ::-1])
+        chance = np.where(own[..., None], rows.drawn, rows.copied)
+        if rows.beside.any():
+            chance = np.concatenate((chance, rows.beside * own[..., None]), 1)
+        chance = chance.reshape(len(own), -1)
+        expected = own.shape[1] + _sums(np.sort(chance, 1)[:, ::-1])
         working = own.sum(1) + rows.fixed
-        passes = np.clip(np.maximum(depths, rows.depth), 1, self._depth) - 1
+        passes = np.maximum(np.maximum(rows.depths, rows.deep), 1) - 1
         making = passes * self.costs.draft.at(np.maximum(working * self._width, 1.0))
         making += self.costs.observe.at(np.maximum(working + (own * lasting).sum(1), 1.0))
         checking = self.costs.target.at(rows.load + np.arange(expected.shape[1], dtype=np.float64))
@@ -298,9 +338,16 @@ class Adaptive:
         if nearest is None:
             return
         price = self.costs.observe(nearest.known - nearest.observed) + 2 * self.costs.observe(1)
-        if self._allowance >= price:
-            self._trial = nearest
-        self._allowance = min(self._allowance, price) - price * (self._trial is nearest)
+        self._allowance = min(self._allowance, price)
+        if self._allowance == price:
+            self._trial, self._allowance = nearest, 0.0
+
+
+def _equal(first: Sequence[int], second: Sequence[int]) -> int:
+    """Tokens at the beginning that are the same."""
+    return next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
 
 
 def _sums(values: Floats) -> Floats:

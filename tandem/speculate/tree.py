@@ -78,7 +78,7 @@ class Growth:
     @property
     def depth(self) -> int:
         """Most tokens on a path."""
-        return min(self.shape.depth, max(self.decoding.quota))
+        return min(self.shape.depth, self.decoding.depth, max(self.decoding.quota))
 
     @property
     def levels(self) -> tuple[int, int]:

@@ -184,9 +184,8 @@ class Copies:
     def matched(self, request: Request) -> int:
         return self.world.matched(request)
 
-    def draft(self, decoding, carry):
-        hit = [n if self.world.matched(r) else 0 for r, n in zip(decoding.requests, decoding.quota, strict=True)]
-        return chain(decoding, tuple(hit), COPIED)
+    def guesses(self, requests, quota):
+        return [[COPIED] * n if self.world.matched(r) else [] for r, n in zip(requests, quota, strict=True)]
 
 
 @dataclass
