@@ -372,6 +372,28 @@ def test_bench_acceptance(opened, tmp_path):
     assert "temperature 1: identical output: yes" in done.stdout
 
 
+@pytest.mark.parametrize("tree", ["dynamic", "fixed"])
+def test_bench_acceptance_of_a_heads_trees(opened, tmp_path, tree):
+    prompts = tmp_path / "set.txt"
+    prompts.write_text("abcabc\nxyz\n")
+    done = run(
+        "bench", "acceptance", "m", "--modes", "head", "--prompts", str(prompts), "--max-tokens", "12",
+        "--tree", tree, "--nodes", "7", "--depth", "3", "--tree-top-k", "3",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert [at["temperature"] for at in report["temperatures"]] == [0.0, 0.7, 1.0]
+    for at in report["temperatures"]:
+        made = at["modes"]["head"]
+        assert at["output"]["identical"] is True and at["modes"]["none"]["ranks"] == []
+        assert len(made["ranks"]) > 1 and all(rank["accepted"] <= rank["drafted"] for rank in made["ranks"])
+        assert 1 < made["drafted_per_step"] <= 7
+    assert "rank among siblings" in " ".join(done.stdout.split())
+    assert {name: opened[0][name] for name in ("tree", "nodes", "depth", "tree_top_k")} == dict(
+        tree=tree, nodes=7, depth=3, tree_top_k=3
+    )
+
+
 def test_demo(opened, monkeypatch, tmp_path):
     monkeypatch.setattr("tandem.cli.bench.read_bandwidth", lambda device="cpu": 1e9)
     monkeypatch.setattr("tandem.cli.bench.DEMO_PROMPTS", DEMO_PROMPTS[2:3])  # the tiny model takes no longer ones

@@ -1,5 +1,5 @@
-"""`tandem bench acceptance`: how many drafted tokens are accepted, how deep, on what kind of prompt, at which
-temperature.
+"""`tandem bench acceptance`: how many drafted tokens are accepted, how deep, of which rank among their siblings, on
+what kind of prompt, at which temperature.
 
 The *cycle cost* is what one step of a mode costs in steps of plain decoding: tokens per step over the
 speed-up. A mode pays where its tokens per step exceed it.
@@ -12,8 +12,9 @@ from dataclasses import asdict, replace
 
 from rich.table import Table
 
-from tandem.bench.measure import Mode, Runs, Tick, figures
-from tandem.bench.workload import Report, Workload, agreement, describe, measure, summarise
+from tandem.bench.measure import Mode, Runs, Tick, figures, interleave
+from tandem.bench.ranks import ask_ranked, sum_ranks
+from tandem.bench.workload import Report, Workload, agreement, describe, prepare, summarise
 from tandem.llm import LLM
 
 __all__ = ["acceptance_report", "acceptance_tables", "measure_temperatures"]
@@ -22,7 +23,7 @@ __all__ = ["acceptance_report", "acceptance_tables", "measure_temperatures"]
 def measure_temperatures(
     llms: Mapping[str, LLM], modes: list[Mode], workload: Workload, temperatures: list[float], tick: Tick
 ) -> dict[float, Runs]:
-    """The workload at each temperature."""
+    """The workload at each temperature, with the ranks counted."""
     each = len(workload.items) * len(modes) * workload.repeats
 
     def at(place: int, temperature: float) -> Runs:
@@ -31,7 +32,9 @@ def measure_temperatures(
         def count(done: int, total: int) -> None:
             tick(place * each + done, len(temperatures) * each)
 
-        return measure(llms, modes, replace(workload, params=params), count)
+        asked = replace(workload, params=params)
+        ways = prepare(llms, modes, asked, lambda llm, prompts, params, case: ask_ranked(llm, prompts[case], params))
+        return interleave(len(asked.items), ways, asked.repeats, asked.seconds, count)
 
     return {temperature: at(place, temperature) for place, temperature in enumerate(temperatures)}
 
@@ -56,6 +59,7 @@ def _modes(runs: Runs, workload: Workload) -> dict[str, Report]:
     kinds = dict.fromkeys(item.kind for item in workload.items)
     for mode, made in modes.items():
         made["cycle_cost"] = made["tokens_per_step"] / made["ratio"] if made["ratio"] else 0.0
+        made["ranks"] = [asdict(rank) for rank in sum_ranks(repeats[0].ranks for repeats in runs[mode])]
         made["kinds"] = {
             kind: asdict(figures([s for s, item in zip(runs[mode], workload.items, strict=True) if item.kind == kind]))
             for kind in kinds
@@ -64,18 +68,19 @@ def _modes(runs: Runs, workload: Workload) -> dict[str, Report]:
 
 
 def acceptance_tables(report: Report) -> list[Table]:
-    """The modes at each temperature, then how deep drafts are accepted, then the kinds of prompt."""
+    """The modes at each temperature, then accepted nodes by depth and by rank, then the kinds of prompt."""
     modes = Table(title="tok/step counts the target's own token, drafted is per step; cycle cost = tok/step / ratio")
     depths = Table("temp", "mode", title="share of steps that delivered at least this many drafted tokens")
+    ranks = Table("temp", "mode", title="accepted / drafted nodes by rank among siblings, 1 is the drafter's first")
     kinds = Table("temp", "mode", title="tok/step and acceptance by kind of prompt")
     for heading in ("temp", "mode", "tok/step", "drafted", "accepted", "ratio", "cycle cost"):
         modes.add_column(heading, justify="left" if heading in ("temp", "mode") else "right", overflow="fold")
     rows = [
         (f"{at['temperature']:g}", mode, made) for at in report["temperatures"] for mode, made in at["modes"].items()
     ]
-    deepest = max(len(made["depths"]) for _, _, made in rows)
-    for depth in range(1, deepest + 1):
-        depths.add_column(str(depth), justify="right")
+    for table, listed in ((depths, "depths"), (ranks, "ranks")):
+        for place in range(1, max(len(made[listed]) for _, _, made in rows) + 1):
+            table.add_column(str(place), justify="right")
     for kind in rows[0][2]["kinds"]:
         kinds.add_column(kind, justify="right")
     for temperature, mode, made in rows:
@@ -89,6 +94,7 @@ def acceptance_tables(report: Report) -> list[Table]:
         modes.add_row(temperature, mode, *(f"{number:.2f}" for number in numbers))
         if made["drafted_per_step"]:
             depths.add_row(temperature, mode, *(f"{share:.2f}" for share in made["depths"]))
+            ranks.add_row(temperature, mode, *(f"{r['accepted']} / {r['drafted']}" for r in made["ranks"]))
             each = made["kinds"].values()
             kinds.add_row(temperature, mode, *(f"{f['tokens_per_step']:.2f} {f['acceptance']:.0%}" for f in each))
-    return [modes, depths, kinds]
+    return [modes, depths, ranks, kinds]

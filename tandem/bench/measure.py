@@ -29,7 +29,19 @@ from tandem.errors import InvalidValue
 from tandem.llm import LLM
 from tandem.sampling import SamplingParams
 
-__all__ = ["Figures", "Mode", "Runs", "Sample", "Tick", "ask", "figures", "interleave", "parse_modes", "ratio"]
+__all__ = [
+    "Figures",
+    "Mode",
+    "Rank",
+    "Runs",
+    "Sample",
+    "Tick",
+    "ask",
+    "figures",
+    "interleave",
+    "parse_modes",
+    "ratio",
+]
 
 Tick = Callable[[int, int], None]
 """Called with the answers that are done and the answers in all."""
@@ -61,6 +73,14 @@ def parse_modes(text: str, tokens: int | None = None) -> list[Mode]:
 
 
 @dataclass(frozen=True, slots=True)
+class Rank:
+    """Nodes of one rank among their siblings: how many were drafted, how many of these accepted."""
+
+    drafted: int
+    accepted: int
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One timed answer.
 
@@ -71,6 +91,7 @@ class Sample:
         drafted, accepted: of the request, all its steps.
         first_token: seconds to the first token.
         decode: seconds from the first delivery to the last.
+        ranks: drafted and accepted by rank, from the first one on, where these were counted (`tandem.bench.ranks`).
     """
 
     tokens: tuple[int, ...]
@@ -80,6 +101,7 @@ class Sample:
     accepted: int
     first_token: float
     decode: float
+    ranks: tuple[Rank, ...] = ()
 
 
 Runs = dict[str, list[list[Sample]]]

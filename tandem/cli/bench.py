@@ -62,9 +62,7 @@ class Plan:
 
     modes: str = field(
         default="auto",
-        metadata={
-            "help": 'what to compare with plain decoding: "lookup,lookup:8,MODEL:4"; N tokens, else as it sees fit'
-        },
+        metadata={"help": 'drafts to compare with none: "lookup,lookup:8,MODEL:4,HEAD"; N tokens, else as it sees fit'},
     )
     prompts: Path | None = field(default=None, metadata={"help": "file of prompts; default the demo's"})
     limit: int | None = field(default=None, metadata={"help": "most prompts, spread over the file"})
@@ -165,7 +163,7 @@ def acceptance(
     settings: EngineConfig,
     temperatures: Annotated[str, typer.Option(help="sampling temperatures")] = "0,0.7,1",
 ) -> None:
-    """Count accepted tokens by depth, kind of prompt and temperature."""
+    """Count accepted tokens by depth, rank among siblings, kind of prompt and temperature."""
     modes, workload = _modes(plan.modes, settings), plan.workload(sampling)
     points = _numbers("temperatures", temperatures, float)
     _check_files(plan.json)

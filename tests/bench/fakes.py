@@ -19,8 +19,10 @@ from tandem.engine.build import Drafting, assemble
 from tandem.engine.lockstep import Delta
 from tandem.llm import Submission
 from tandem.request import Request
+from tandem.speculate.verify import Match
 from tandem.text import Tokenizer
 from tests.exact import oracle
+from tests.head_toys import random_head
 
 SPECIALS = ("<s>", "</s>")
 CHAT = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "
@@ -55,7 +57,7 @@ class Script:
         self.asked: list[tuple[int, int]] = []
         self.config = EngineConfig(rule=rule)
         model = SimpleNamespace(dtype=torch.bfloat16, weight_bytes=1_000_000)
-        step = SimpleNamespace(target=SimpleNamespace(model=model))
+        step = SimpleNamespace(target=SimpleNamespace(model=model), rule=Match())
         self.engine = SimpleNamespace(driver=SimpleNamespace(step=step))
         self.tokenizer = SimpleNamespace(encode=lambda text: [int(text)], chat=lambda ms: [int(ms[0]["content"]), 7])
 
@@ -98,10 +100,15 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def tiny_llm(model: str = "tiny", draft: str = "lookup", **settings: object) -> LLM:
-    """A real engine around random weights whose tokens are bytes; takes what `LLM` takes, any name for the model."""
+    """A real engine around random weights whose tokens are bytes; takes what `LLM` takes, any name for the model. The
+    draft is "head", an EAGLE head with random weights, or "none", or lookup whatever else is said."""
     config = EngineConfig(**{**settings, "dtype": "float64", "max_length": 500, "kv_bytes": 1 << 24, "lookup_match": 1})
-    drafting = Drafting.none() if draft == "none" else Drafting.lookup()
-    target = oracle.random_weights().decoder()
+    weights = oracle.random_weights()
+    target = weights.decoder()
+    if draft == "head":
+        drafting = Drafting.head(random_head(weights, "eagle").joined(target))
+    else:
+        drafting = Drafting.none() if draft == "none" else Drafting.lookup()
     tokenizer = byte_tokenizer()
     return LLM.from_parts(assemble(target, drafting, config, tokenizer.vocab_size), tokenizer)
 

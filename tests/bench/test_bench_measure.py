@@ -226,7 +226,7 @@ def test_the_acceptance_report_by_hand(clock):
     assert lookup["kinds"]["code"]["acceptance"] == pytest.approx(2 / 7)
     assert lookup["kinds"]["talk"]["tokens_per_step"] == pytest.approx(2)
     assert ticks == [(done, 8) for done in range(1, 9)]
-    modes_lines, depths, kinds = map(cells, acceptance_tables(report))
+    modes_lines, depths, _, kinds = map(cells, acceptance_tables(report))
     assert modes_lines[:2] == [["0", "none", "1.00", "0.00", "0.00", "1.00", "1.00"],
                                ["0", "lookup", "2.00", "3.00", "0.44", "2.67", "0.75"]]  # fmt: skip
     assert depths == [["0", "lookup", "0.67", "0.67"], ["0.7", "lookup", "0.67", "0.67"]]
