@@ -19,7 +19,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -37,7 +36,7 @@ from tandem.cache.rows import Rows
 from tandem.config import EngineConfig
 from tandem.engine.build import Drafting, Site, assemble, compute_dtype
 from tandem.engine.runner import Runner
-from tandem.engine.stage import stage
+from tandem.engine.stage import stage, stage_guesses
 from tandem.engine.step import Decoding, Seen
 from tandem.hub import resolve
 from tandem.kernels import native
@@ -83,13 +82,17 @@ class ModelTree(Passing):
 
     def _make(self, decoding: Decoding, carried: Tensor) -> Draft:
         noise = Noise.of(self.rows, decoding.index, decoding.needs)
-        growth = Growth(decoding, self.rows, self.shape, noise if self.coupled else replace(noise, sampled=False))
-        return grow(growth, carried, self.runner.logits, partial(self._level, growth))
+        noise = noise if self.coupled else replace(noise, sampled=False)
+        growth = Growth(decoding, self.rows, self.shape, noise, None)
+        batches = stage_guesses(self.rows, decoding, growth.levels, self.runner.pool.page_size, behind=0)
 
-    def _level(self, growth: Growth, tokens: Tensor, words: Tensor, depth: int, above: Tensor) -> Tensor:
-        """[R, W, H] states of a level's nodes: a pass over their tokens, which needs no state of their parents."""
-        states = self.runner.forward(growth.batch(tokens, words, depth, self.runner.pool.page_size))
-        return states[: tokens.numel()].view(*tokens.shape, -1)
+        def level(tokens: Tensor, words: Tensor, depth: int, above: Tensor) -> Tensor:
+            """A pass over the tokens, which needs no state of their parents."""
+            tree = words.flatten() if tokens.shape[1] > 1 else None
+            states = self.runner.forward(batches[depth - 1].holding(tokens.flatten(), tree))
+            return states[: tokens.numel()].view(*tokens.shape, -1)
+
+        return grow(growth, carried, self.runner.logits, level)
 
     def observe(self, seen: Seen, carry: Carry) -> Carry:
         """Run over the spans; keep the last states."""

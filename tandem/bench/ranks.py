@@ -37,9 +37,11 @@ class Recorder(Rule):
         self.name, self.lossless = rule.name, rule.lossless  # type: ignore[misc]
         self.trees, self.coupled = rule.trees, rule.coupled  # type: ignore[misc]
 
-    def draw(self, shaped: Tensor, depth: int, chance: Chance) -> tuple[Tensor, Tensor | None]:
+    def draw(
+        self, shaped: Tensor, depth: Tensor, chance: Chance, ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """As the rule."""
-        return self.rule.draw(shaped, depth, chance)
+        return self.rule.draw(shaped, depth, chance, ids)
 
     def judge(self, draft: Draft, shaped: Tensor, chance: Chance) -> Verdict:
         """As the rule."""
