@@ -26,7 +26,6 @@ from tandem.engine.engine import Engine
 from tandem.engine.lockstep import Delta
 from tandem.errors import InvalidValue
 from tandem.hub import resolve
-from tandem.kernels import native
 from tandem.models.config import Model
 from tandem.models.head_formats import is_head
 from tandem.models.load import load_head, load_model, open_checkpoint
@@ -77,10 +76,8 @@ class LLM:
             if name not in known:
                 raise InvalidValue("setting", name, "one of " + ", ".join(known))
         self.config = EngineConfig(**settings)  # type: ignore[arg-type]
-        if self.config.threads is not None:
-            torch.set_num_threads(self.config.threads)
-        native.use_threads(torch.get_num_threads())
-        self._start(apart(self._load, str(model), str(draft)))
+        with torch_threads(self.config.threads or torch.get_num_threads()):
+            self._start(apart(self._load, str(model), str(draft)))
 
     def _load(self, model: str, draft: str) -> Assembly:
         """Fetch, open and join target and draft; sets `draft` and `tokenizer`."""
@@ -117,8 +114,7 @@ class LLM:
     def _start(self, assembly: Assembly) -> None:
         self.vocab = assembly.vocab
         self.max_length = assembly.max_length
-        with torch_threads(assembly.threads):
-            self.engine = Engine(assembly.driver, assembly.threads)
+        self.engine = Engine(assembly.driver, assembly.threads)
         weakref.finalize(self, self.engine.stop)  # a model that nobody holds any more leaves no thread and no memory
         self._ids = count(1)
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.table import Table
 
 from tandem.bench import peer_script
 from tandem.bench.measure import Runs, Sample, figures, ratio
 from tandem.bench.workload import Report
 from tandem.errors import InvalidValue, LoadError
+from tandem.kernels import native
 
 __all__ = ["Peer", "Rival", "add_peers", "parse_rivals", "peers_table"]
 
@@ -73,7 +73,7 @@ class Peer:
     def load(self, path: Path, prompts: Sequence[Sequence[int]], max_tokens: int, stops: Sequence[int]) -> None:
         """Load a model, and try a short answer. Raises LoadError."""
         context = max(map(len, prompts)) + max_tokens + 1
-        asked = {"path": str(self.rival.path or path), "threads": torch.get_num_threads(), "context": context}
+        asked = {"path": str(self.rival.path or path), "threads": native.threads(), "context": context}
         self.version = str(self._call({"load": {**asked, "options": self.rival.options}})["version"])
         self._prompts, self._stops, self._most = prompts, list(stops), max_tokens
         self._ask(0, 2)

@@ -176,7 +176,7 @@ def roofline_report(model: str, llm: LLM, context: int, times: Times, bandwidth:
         "bench": "roofline",
         "model": model,
         "dtype": str(target.dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
+        "threads": native.threads(),
         "context": context,
         "bandwidth": bandwidth,
         "weight_bytes": target.weight_bytes,

@@ -11,11 +11,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
-
 from tandem.bench.measure import Mode, Runs, Sample, Tick, ask, figures, interleave, ratio
 from tandem.bench.prompts import Item
 from tandem.errors import InvalidValue
+from tandem.kernels import native
 from tandem.llm import LLM
 from tandem.models.config import Model
 from tandem.sampling import SamplingParams
@@ -115,7 +114,7 @@ def describe(model: str, llm: LLM, workload: Workload, runs: Mapping[str, Sequen
         "model": model,
         "dtype": str(target_of(llm).dtype).removeprefix("torch."),
         "device": llm.config.device,
-        "threads": torch.get_num_threads(),
+        "threads": native.threads(),
         "rule": llm.config.rule,
         "temperature": workload.params.temperature,
         "max_tokens": workload.params.max_tokens,

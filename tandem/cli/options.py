@@ -153,7 +153,7 @@ def _value(field: Field[Any], hint: Any, given: Any) -> object:
     if origin is Mapping:
         return dict(_pair(field.name, text) for text in given) if given else None
     if _words(hint) and isinstance(given, str):
-        if not given.lstrip("-").isdecimal() and given not in _words(hint):
+        if not given.removeprefix("-").isdecimal() and given not in _words(hint):
             raise InvalidValue(field.name, given, f"a whole number, or {', '.join(map(str, _words(hint)))}")
         return given if given in _words(hint) else int(given)
     return given

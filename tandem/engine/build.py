@@ -50,6 +50,12 @@ class Site:
     config: EngineConfig
     target: Runner
 
+    @property
+    def mixes(self) -> bool:
+        """Whether drafts of two sources may stand in one tree. In the torch twin a tree's node has a chain's bits in
+        float64 alone, so there only who asks for trees gets them."""
+        return self.rule.trees and (self.target.model.native or self.target.model.dtype == torch.float64)
+
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
@@ -87,7 +93,7 @@ class Drafting:
             if site.config.draft_tokens != "auto":
                 return drawing
             costs = measure(passes(site.target, site.rows), passes(runner, site.rows), site.rows, clock)
-            return Adaptive(Lookup(site.config.lookup_match), drawing, costs, clock)
+            return Adaptive(Lookup(site.config.lookup_match), drawing, costs, clock, mixes=site.mixes)
 
         return cls(make, model)
 
@@ -105,7 +111,7 @@ class Drafting:
             if config.draft_tokens != "auto" or (tree is not None and config.nodes is not None):
                 return drawing
             costs = measure(passes(site.target, site.rows), runner.measured, site.rows, clock)
-            return Adaptive(Lookup(config.lookup_match), drawing, costs, clock, tree)
+            return Adaptive(Lookup(config.lookup_match), drawing, costs, clock, tree, site.mixes)
 
         return cls(make, head, head.head)
 
@@ -167,6 +173,7 @@ def assemble(target: Model, drafting: Drafting, config: EngineConfig, vocab: int
     rule = rule_of(config)
     features = Features.allocate(num_pages * config.page_size, width, target.dtype, device) if width else None
     runner = Runner(target, _pool(target, num_pages, config.page_size), vocab, features, taps)
+    native.use_threads(torch.get_num_threads())
     threads = 1 if all(model.native for model in models) else torch.get_num_threads()
     with torch_threads(threads):
         speculator = drafting.make(Site(rows, rule, vocab, num_pages, config, runner))

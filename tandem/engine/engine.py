@@ -7,6 +7,7 @@ planning itself fails with nothing running.
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 from collections import deque
 from queue import SimpleQueue
@@ -15,7 +16,7 @@ from weakref import WeakSet
 from tandem.engine.lockstep import Delta, Lockstep
 from tandem.errors import EngineFailure
 from tandem.request import Request
-from tandem.threads import keep_threads
+from tandem.threads import keep_threads, torch_threads
 
 __all__ = ["Engine"]
 
@@ -28,6 +29,17 @@ def _close_all() -> None:
     """A thread that is inside native code when the interpreter goes away takes the process down with it."""
     for engine in list(_open):
         engine.close()
+
+
+def _left_behind() -> None:
+    """In a forked process: the engines' threads are not there."""
+    for engine in list(_open):
+        engine._changed = threading.Condition()  # the old one may be held by one of them
+        engine._closing = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_left_behind)
 
 
 class Engine:
@@ -44,8 +56,9 @@ class Engine:
         self._closing = False
         self._settled = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="tandem-engine", daemon=True)
-        self._thread.start()
-        self._settled.wait()
+        with torch_threads(threads):  # who sets its number in one thread sets that of threads to come
+            self._thread.start()
+            self._settled.wait()
         _open.add(self)
 
     def submit(self, *requests: Request) -> SimpleQueue[Delta | Exception]:
@@ -83,10 +96,12 @@ class Engine:
         self._thread.join()
 
     def _loop(self) -> None:
-        keep_threads(self.threads)
-        self._settled.set()
         busy = False
         try:
+            try:
+                keep_threads(self.threads)
+            finally:
+                self._settled.set()
             while self._receive(wait=not busy):
                 try:
                     for delta in self.driver.turn():

@@ -20,7 +20,7 @@ __all__ = ["Scheduler"]
 
 
 class Scheduler:
-    """Queues, rows and pages of one engine. `max_draft` is the most nodes the speculator drafts for a row."""
+    """Queues, rows and pages of one engine. `max_draft` is that of the speculator."""
 
     def __init__(self, config: EngineConfig, pages: Pages, max_draft: int) -> None:
         self.config = config

@@ -179,16 +179,18 @@ class Step:
 
     def _read(self, decoding: Decoding, draft: Draft, verdict: Verdict, logits: Tensor) -> Outcome:
         """What was emitted: one copy from the device, and one for each row that wants log-probabilities."""
-        nodes = draft.places.of
-        # The largest logit of a row with a NaN is NaN, and of one with only -inf is not finite.
-        sound = logits.amax(-1).isfinite()[nodes].all(-1, keepdim=True)
+        nodes = draft.places.of.gather(1, verdict.path)
+        # The largest logit of a node with a NaN is NaN, and of one with only -inf is not finite. Nodes that were not
+        # accepted do not count: without them nobody would know.
+        behind = torch.arange(nodes.shape[1], device=nodes.device) >= verdict.counts[:, None]
+        sound = (logits.amax(-1).isfinite()[nodes] | behind).all(-1, keepdim=True)
         lines = torch.cat((sound, verdict.counts[:, None], verdict.tokens), 1).tolist()
         tokens = [line[2 : 2 + line[1]] for line in lines]
         listed: list[list[TokenLogprobs]] = [[] for _ in tokens]
         for r, request in enumerate(decoding.requests):
             top, count = request.params.logprobs, len(tokens[r])
             if top is not None and lines[r][0]:
-                listed[r] = rank(logits[nodes[r, verdict.path[r, :count]]], verdict.tokens[r, :count], top)
+                listed[r] = rank(logits[nodes[r, :count]], verdict.tokens[r, :count], top)
         return Outcome(tokens, draft.counts, listed, [bool(line[0]) for line in lines])
 
     def _prompt_logprobs(self, plan: Plan, spans: Spans, hidden: Tensor) -> None:

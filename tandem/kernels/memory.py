@@ -7,6 +7,7 @@ fragmented it (docs/performance.md). Systems hand out huge pages on request only
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -25,7 +26,8 @@ def lend(size: int) -> Tensor:
     except OSError as error:
         raise MemoryError(f"{size:,} bytes: {error.strerror}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        area.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # a system without huge pages
+            area.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(area, dtype=torch.uint8)
     start = -whole.data_ptr() % _HUGE
     return whole[start : start + size]

@@ -32,9 +32,10 @@ from tandem.kernels.structs import (
     ProductStruct,
     SightStruct,
 )
+from tandem.threads import usable_cores
 
 __all__ = ["KINDS", "Packed", "Start", "attend", "draw", "embed", "forward", "key", "matmul", "missing", "pack", "path"]
-__all__ += ["paths", "rank", "read", "use", "use_threads"]
+__all__ += ["paths", "rank", "read", "threads", "use", "use_threads"]
 
 _Q = GGMLQuantizationType
 KINDS = (_Q.BF16, _Q.Q4_0, _Q.Q4_1, _Q.Q5_0, _Q.Q5_1, _Q.Q8_0, _Q.Q4_K, _Q.Q5_K, _Q.Q6_K)
@@ -106,17 +107,22 @@ def _number() -> c_int32:
     return c_int32(_numbers()[path()])
 
 
-_threads: int | None = None
+_threads = usable_cores()
 
 
-def use_threads(count: int | None) -> None:
-    """Compute with so many threads from now on; None: as many as torch uses where a kernel is called."""
+def use_threads(count: int) -> None:
+    """Compute with so many threads from now on, at first with one for each core."""
     global _threads
     _threads = count
 
 
+def threads() -> int:
+    """How many threads compute: those of the engine that was made last."""
+    return _threads
+
+
 def _team() -> c_void_p:
-    return _team_of(_threads or torch.get_num_threads())
+    return _team_of(_threads)
 
 
 @cache

@@ -115,7 +115,8 @@ def draw(logits: Tensor, keys: Tensor | None, greedy: Tensor, ids: Tensor | None
 def rank(
     logits: Tensor, keys: Tensor | None, greedy: Tensor, ids: Tensor | None, count: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The `count` tokens of each row with the greatest logits + g, the greatest first; arguments as for `draw`.
+    """The `count` tokens of each row with the greatest logits + g, the greatest first, equal ones in any order;
+    arguments as for `draw`.
 
     Returns:
         Tokens [K, count] int64, their sums logits + g likewise, and [K] the logarithm of the sum of e^(logits + g) over

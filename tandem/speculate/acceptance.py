@@ -32,8 +32,7 @@ MEMORY = 32.0
 """Verdicts after which one counts 1 / e."""
 
 _TRUST = 4.0
-_FIRST = 0.7  # chance of a node's likeliest child in a tree
-_FURTHER = 0.25  # what the n-th node beside these adds, times n
+_PATH = 0.7
 
 
 class Estimates(Protocol):
@@ -114,52 +113,41 @@ class ChainAcceptance:
 
 
 class TreeAcceptance:
-    """The estimates for trees, of which the n likeliest nodes are drafted.
+    """The estimates for trees, of which the n likeliest nodes are drafted; `prior` is the chance of a level.
 
-    That a tree is grown by confidence fixes about how its nodes share what is accepted; how much that is differs. So a
-    node's worth is a curve over its rank, one for each depth of the tree, times a factor that is learned: accepted
-    tokens over what the curve promised. The curve is that of a chance of `_FIRST` for the likeliest child of each node.
+    Learned is how deep trees are accepted. How the nodes share that is assumed: the likeliest path brings `_PATH` of
+    what the largest tree of that depth does, and the k-th node beside it a share that falls like 1 / k. (Measured with
+    a draft model: docs/heads.md, "Coupled trees".)
     """
 
-    def __init__(self, shape: Shape) -> None:
-        ranks = np.arange(1, MAX_DRAFT + 1)
-        depths = np.arange(shape.depth + 1)[:, None]
-        self._chain = _FIRST**ranks * (ranks <= depths)  # [depth + 1, MAX_DRAFT]
-        levels = np.maximum(depths - 1, 0) * shape.width
-        there = ranks <= (depths > 0) * shape.top_k * (1 + levels)  # no more nodes than candidates
-        self._worth = np.sort(np.maximum(self._chain, _FURTHER / ranks) * there)[:, ::-1]
-        self._all = np.zeros(2)  # accepted, promised
-        self._own: WeakKeyDictionary[Request, Floats] = WeakKeyDictionary()
-        self._count = 0.0
+    def __init__(self, prior: float, shape: Shape) -> None:
+        self._each = Acceptance((prior,))
+        self._share = 1.0  # of what the largest trees would bring, in those that were drafted
+        ranks, depths = np.arange(1, MAX_DRAFT + 1), np.arange(shape.depth + 1)[:, None]
+        self._levels = ranks <= depths  # [depth + 1, MAX_DRAFT]
+        candidates = (depths > 0) * shape.top_k * (1 + np.maximum(depths - 1, 0) * shape.width)
+        beside = np.where((ranks > depths) & (ranks <= candidates), 1 / np.maximum(ranks - depths, 1), 0)
+        self._beside = beside / np.maximum(beside.sum(1, keepdims=True), 1)
 
     @property
     def judged(self) -> float:
         """How many verdicts the estimates rest on."""
-        return self._count
+        return self._each.judged
 
     def gains(self, requests: Sequence[Request], depths: Counts) -> Floats:
         """[M, R, MAX_DRAFT]: by how much each further node raises what is accepted."""
-        return np.minimum(self._factors(requests)[:, None] * self._worth[depths, None], 1.0)
+        largest = self.reaching(requests, depths) / self._share
+        path = np.minimum(_PATH * largest, 1)
+        rest = (np.minimum(largest, 1) - path).sum(2, keepdims=True)
+        return np.sort(path + rest * self._beside[depths, None], axis=2)[..., ::-1]
 
     def reaching(self, requests: Sequence[Request], depths: Counts) -> Floats:
         """[M, R, MAX_DRAFT]: the chance that so many tokens or more are accepted."""
-        return np.minimum(self._factors(requests)[:, None] * self._chain[depths, None], 1.0)
-
-    def _factors(self, requests: Sequence[Request]) -> Floats:
-        """[R]."""
-        shared = (self._all[0] + _TRUST) / (self._all[1] + _TRUST)
-        factors = [shared] * len(requests)
-        for i, request in enumerate(requests):
-            own = self._own.get(request)
-            if own is not None:
-                factors[i] = (own[0] + _TRUST * shared) / (own[1] + _TRUST)
-        return np.array(factors)
+        return self._each.survival(requests, (0,) * len(requests)) * self._levels[depths, None]
 
     def record(self, request: Request, drafted: tuple[int, int], accepted: int, memory: float = MEMORY) -> None:
         """Count one verdict."""
-        own = self._own.setdefault(request, np.zeros(2))
-        nodes, depth = drafted
-        self._count = self._count * (1 - 1 / memory) + 1
-        for counts in (self._all, own):
-            counts *= 1 - 1 / memory
-            counts += (accepted, self._worth[min(depth, len(self._worth) - 1), :nodes].sum())
+        nodes, depth = drafted[0], min(*drafted, len(self._beside) - 1)
+        share = _PATH + (1 - _PATH) * self._beside[depth, :nodes].sum()
+        self._share += (share - self._share) / memory
+        self._each.record(request, 0, depth, accepted, memory)

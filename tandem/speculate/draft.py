@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot, pad
+from torch.nn.functional import pad
 
 if TYPE_CHECKING:
     from tandem.engine.step import Decoding, Seen
@@ -105,23 +105,49 @@ class Draft:
         return Draft(tokens, parents, widened, self.branching, probs, self.deepest)
 
     def beside(self, copied: Draft) -> Draft:
-        """These rows where they draft, and elsewhere the chains `copied`, whose guesses were certain."""
+        """These rows' nodes, and behind them the chains `copied`, whose guesses were certain.
+
+        Where both draft, a copy hangs on the node that its chain has reached among the first ones, or on the copy
+        before it. One that says the same as a node is its younger sibling, which no walk takes.
+        """
         if not any(copied.counts):
             return self
         if not any(self.counts):
             return copied
-        width = max(self.width, copied.width)
-        own = torch.tensor(self.counts, device=self.tokens.device) > 0
-        guesses = pad(copied.tokens, (0, width - copied.width))
-        tokens = torch.where(own[:, None], pad(self.tokens, (0, width - self.width)), guesses)
+        device, counts = self.tokens.device, tuple(map(sum, zip(self.counts, copied.counts, strict=True)))
+        width, first = max(counts), torch.tensor(self.counts, device=device)[:, None]
+        line = torch.arange(copied.width, device=device)
+        # What is behind a row's last copy goes to a column that is cut off.
+        real = line < torch.tensor(copied.counts, device=device)[:, None]
+        column = torch.where(real, first + line, width)
+        mixed = any(n and m for n, m in zip(self.counts, copied.counts, strict=True))
+        hung = self._reached(copied) if mixed else torch.where(line > 0, first + line, 0)
+
+        def joined(own: Tensor, copies: Tensor) -> Tensor:
+            return pad(own, (0, width + 1 - self.width)).scatter_(1, column, copies)[:, :width]
+
         probs = self.probs
         if probs is not None:
-            certain = one_hot(guesses, probs.shape[2]).to(probs.dtype)
-            probs = torch.where(own[:, None, None], pad(probs, (0, 0, 0, width - self.width)), certain)
-        line = torch.arange(width, device=self.tokens.device)
-        parents = torch.where(own[:, None], pad(self.parents, (0, width - self.width)), line)
-        counts = tuple(n or m for n, m in zip(self.counts, copied.counts, strict=True))
-        return Draft(tokens, parents, counts, self.branching, probs, max(self.depth, copied.depth))
+            assert not mixed, "rules that want laws take chains only"
+            probs = pad(probs, (0, 0, 0, width - self.width)).masked_fill_(first[..., None] == 0, 0)
+            certain = (first == 0) & (line < width)
+            probs.scatter_add_(2, copied.tokens[..., None], certain[..., None].to(probs.dtype))
+        tokens, parents = joined(self.tokens, copied.tokens), joined(self.parents, hung)
+        return Draft(tokens, parents, counts, self.branching or mixed, probs, max(self.depth, copied.depth))
+
+    def _reached(self, copied: Draft) -> Tensor:
+        """[R, M] the parents of copies behind these nodes."""
+        first = torch.tensor(self.counts, device=self.tokens.device)[:, None]
+        real = torch.arange(self.width, device=first.device) < first
+        at, apart = torch.zeros_like(first), torch.zeros_like(first, dtype=torch.bool)
+        parents = []
+        for i in range(copied.width):
+            parents.append(torch.where(apart, first + i, at))
+            if i <= self.depth:
+                same = real & (self.parents == at) & (self.tokens == copied.tokens[:, i : i + 1])
+                apart = apart | ~same.any(1, keepdim=True)
+                at = same.long().argmax(1, keepdim=True) + 1
+        return torch.cat(parents, 1)
 
     @cached_property
     def places(self) -> Places:
@@ -189,7 +215,7 @@ class Speculator(Protocol):
     """Guesses tokens. Three methods; the engine knows nothing else about it.
 
     Attributes:
-        max_draft: the most nodes it drafts for a row.
+        max_draft: the most nodes it drafts for a row, or slots that it needs for them.
         branching: whether its drafts may be more than chains.
     """
 

@@ -135,7 +135,8 @@ class HeadTree(_HeadDraft):
     def __init__(self, runner: HeadRunner, rule: Rule, shape: Shape) -> None:
         super().__init__(runner, rule)
         self.shape = shape
-        self.max_draft = shape.nodes
+        # Growing takes slots of its own, more than there are nodes in the end.
+        self.max_draft = max(shape.nodes, (shape.depth - 1) * shape.width)
 
     def _make(self, decoding: Decoding, carried: Tensor) -> Draft:
         runner, whole = self.runner, decoding.needs.by_id

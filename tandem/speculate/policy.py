@@ -89,7 +89,7 @@ class _Rows:
         copied: [R, MAX_DRAFT] the chance that so many copies are accepted.
         depths: [M] to which the model may draft, 0 first.
         drawn: [M, R, MAX_DRAFT] what each of its guesses gains.
-        beside: [M, R, MAX_DRAFT] what each copy gains beside them.
+        reaching: [M, R, MAX_DRAFT] the chance that so many of these are accepted.
         load: tokens that are computed anyway.
         fixed, deep: so many rows draft to such a depth with the model whatever is chosen for others.
     """
@@ -97,20 +97,18 @@ class _Rows:
     copied: Floats
     depths: Counts
     drawn: Floats
-    beside: Floats
+    reaching: Floats
     load: int
     fixed: int
     deep: int
 
     def drawn_where(self, chosen: Flags) -> _Rows:
         """The same if only the chosen rows [R] can be the model's."""
-        return replace(self, drawn=self.drawn * chosen[:, None], beside=self.beside * chosen[:, None])
+        return replace(self, drawn=self.drawn * chosen[:, None])
 
 
 class Adaptive:
     """Copies and, if there is a model, its guesses; each step the lengths and sources that pay."""
-
-    max_draft = MAX_DRAFT
 
     def __init__(
         self,
@@ -127,7 +125,8 @@ class Adaptive:
         self.mixes = mixes
         most, self._width = (MAX_DRAFT, 1) if tree is None else (tree.depth, tree.width)
         self._depths = _DEPTHS[most >= _DEPTHS]
-        self.drawn: Estimates = ChainAcceptance(_DRAWN) if tree is None else TreeAcceptance(tree)
+        self.max_draft = MAX_DRAFT if model is None else max(MAX_DRAFT, model.max_draft)
+        self.drawn: Estimates = ChainAcceptance(_DRAWN) if tree is None else TreeAcceptance(_DRAWN, tree)
         self.lookup = lookup
         self.model = model
         self.costs = costs
@@ -249,12 +248,8 @@ class Adaptive:
         # An untested model begins with short chains.
         known = np.searchsorted(self._depths, self.drawn.judged + 1, "right")
         depths = self._depths[: known if self.model is not None and judging else 1]
-        drawn = self.drawn.gains(requests, depths) * most
-        beside = np.zeros_like(drawn)
-        if self.mixes and any(matched) and len(depths) > 1:
-            alone = copied * (1 - self.drawn.reaching(requests, depths)) * _BESIDE
-            beside = np.minimum.accumulate(alone, 2)
-        rows = _Rows(copied, depths, drawn, beside, load, int((draws > 0).sum()), deep)
+        drawn, reaching = self.drawn.gains(requests, depths) * most, self.drawn.reaching(requests, depths)
+        rows = _Rows(copied, depths, drawn, reaching, load, int((draws > 0).sum()), deep)
         chosen_copies, chosen_draws, depth = self._best(rows, seen, requests)
         copies += np.minimum(chosen_copies, quota - chosen_draws)
         draws += chosen_draws
@@ -285,19 +280,22 @@ class Adaptive:
         best += least
         chosen = np.argsort(-chance[best], kind="stable")[:guesses]  # equal ones in order of depth
         chosen = chosen[chance[best, chosen] > 0]  # the others are not allowed, whatever the costs
-        counts = np.bincount(chosen // MAX_DRAFT, minlength=2 * len(seen))
-        first, second = counts[: len(seen)], counts[len(seen) :]
-        return first * ~own[best] + second, first * own[best], int(rows.depths[best])
+        counts = np.bincount(chosen // MAX_DRAFT, minlength=chance.shape[1] // MAX_DRAFT)
+        drawn, copied = counts * own[best], counts * ~own[best]
+        if len(counts) > len(seen):
+            drawn, copied = np.split(counts, 2)
+        return copied, drawn, int(rows.depths[best])
 
     def _goodput(self, rows: _Rows) -> tuple[Floats, Floats, Flags]:
         """Tokens per second by depth of the model's drafts and number of guesses, [M, N + 1]; what each guess gains,
-        [M, N]; and whether a row is the model's, [M, R]. Guesses are those of each row's source, MAX_DRAFT for each,
-        and if some row has them, the copies beside."""
+        [M, N]; and whether the model drafts for a row, [M, R]. Guesses are MAX_DRAFT of each row's source; or if some
+        rows have both, all rows' from the model and then all rows' copies."""
         lasting = rows.drawn.sum(2)  # [M, R] guesses accepted
         own = lasting > rows.copied.sum(1)
         chance = np.where(own[..., None], rows.drawn, rows.copied)
-        if rows.beside.any():
-            chance = np.concatenate((chance, rows.beside * own[..., None]), 1)
+        if self.mixes and rows.copied.any():
+            chance = np.concatenate(_side_by_side(rows, own), 1)
+            own = own | rows.drawn.any(2)
         chance = chance.reshape(len(own), -1)
         expected = own.shape[1] + _sums(np.sort(chance, 1)[:, ::-1])
         working = own.sum(1) + rows.fixed
@@ -348,6 +346,15 @@ def _equal(first: Sequence[int], second: Sequence[int]) -> int:
     return next(
         (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
     )
+
+
+def _side_by_side(rows: _Rows, longer: Flags) -> tuple[Floats, Floats]:
+    """What guesses of the model and copies gain, [M, R, MAX_DRAFT] each, where a row may have both. Those that are
+    expected to last longer, the model's where `longer` [M, R] says so, count in full, the others where these end."""
+    ended = _BESIDE * (1 - rows.reaching), _BESIDE * (1 - rows.copied)
+    beside, below = (np.minimum.accumulate(x, 2) for x in (rows.copied * ended[0], rows.drawn * ended[1]))
+    longer = longer[..., None]
+    return np.where(longer, rows.drawn, below), np.where(longer, beside, rows.copied)
 
 
 def _sums(values: Floats) -> Floats:

@@ -151,7 +151,8 @@ class _Grown:
     def expand(self, depth: int) -> Tensor:
         """Make the best of the newest candidates the level; [R, W] the places of their parents in the level before."""
         newest, last, width = self._scores[-1], self.tokens.shape[1], self.growth.shape.width
-        self.scores, chosen = newest.topk(width)
+        # Of equal scores the first: in a fixed tree there are many.
+        self.scores, chosen = (part[:, :width] for part in newest.sort(dim=1, descending=True, stable=True))
         above = chosen // (newest.shape[1] // last)
         self.tokens = self._tokens[-1].gather(1, chosen)
         self.at = chosen + (self._count - newest.shape[1])

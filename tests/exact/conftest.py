@@ -117,8 +117,15 @@ class Moody:
     def survival(self, requests, kinds):
         return np.cumprod(self.dice.uniform(self.dice.uniform(0, 1), 1, (len(requests), MAX_DRAFT)), 1)
 
-    def record(self, request, kind, drafted, accepted, memory):
-        assert 0 <= accepted <= drafted
+    def gains(self, requests, depths):
+        return np.stack([self.survival(requests, ()) * (depth > 0) for depth in depths])
+
+    def reaching(self, requests, depths):
+        return self.gains(requests, depths)
+
+    def record(self, request, kind, drafted, accepted, memory=0.0):
+        """As copies are recorded, or a model's guesses."""
+        assert 0 <= accepted <= (drafted if isinstance(kind, int) else kind[0])
 
 
 class MoodyCurve:

@@ -7,8 +7,10 @@ import random
 import numpy as np
 import pytest
 
+from tandem.request import Request
 from tandem.sampling import MAX_DRAFT
-from tandem.speculate.acceptance import Acceptance
+from tandem.speculate.acceptance import Acceptance, ChainAcceptance, Estimates, TreeAcceptance
+from tandem.speculate.tree import Shape
 from tests.speculate.world import World
 
 
@@ -89,3 +91,59 @@ def test_a_few_verdicts_decide_at_the_start():
     estimates = Acceptance((0.6,))
     feed(estimates, request, 0.0, 4, drafted=1)
     assert estimates.survival([request], [0])[0, 0] < 0.25
+
+
+DEPTHS = np.arange(6)
+
+
+def estimates_of(kind: str) -> Estimates:
+    return (
+        ChainAcceptance(0.6) if kind == "chain" else TreeAcceptance(0.6, Shape(nodes=32, depth=5, top_k=4, fixed=False))
+    )
+
+
+def judge(estimates: Estimates, request: Request, accepted: int, times: int) -> None:
+    for _ in range(times):
+        estimates.record(request, (5, 5), accepted)
+
+
+@pytest.mark.parametrize("kind", ["chain", "tree"])
+def test_gains_fall_with_every_guess_and_rise_with_depth(kind):
+    [request] = World().requests(1)
+    estimates = estimates_of(kind)
+    judge(estimates, request, 2, 10)
+    gains, reaching = estimates.gains([request], DEPTHS), estimates.reaching([request], DEPTHS)
+    assert gains.shape == reaching.shape == (6, 1, MAX_DRAFT)
+    assert not gains[0].any() and not reaching[0].any()
+    for values in (gains, reaching):
+        assert (np.diff(values, axis=2) <= 0).all() and values.min() >= 0 and values.max() <= 1
+    assert (np.diff(gains.sum(2), axis=0) > 0).all()
+    for depth in DEPTHS:
+        assert not reaching[depth, :, depth:].any()
+        if kind == "tree":  # no more guesses than there are candidates
+            assert np.count_nonzero(gains[depth]) == min(MAX_DRAFT, (4 + max(depth - 1, 0) * 16) * bool(depth))
+
+
+@pytest.mark.parametrize("kind", ["chain", "tree"])
+def test_a_models_estimates_learn_and_lean_on_the_request(kind):
+    good, bad, new = World().requests(3)
+    estimates = estimates_of(kind)
+    before = estimates.gains([new], DEPTHS)[5].sum()
+    judge(estimates, good, 5, 60)
+    assert estimates.gains([good], DEPTHS)[5, :, :5].sum() == pytest.approx(5, abs=1.0)
+    assert estimates.gains([new], DEPTHS)[5].sum() > before
+    for _ in range(60):
+        judge(estimates, good, 5, 1)
+        judge(estimates, bad, 0, 1)
+    rates = estimates.gains([good, new, bad], DEPTHS)[5].sum(1)
+    assert rates[0] > 1.3 * rates[1] and rates[1] > 1.3 * rates[2]
+    assert estimates.judged > 4
+
+
+def test_a_tree_that_is_cut_short_promised_less():
+    [request] = World().requests(1)
+    shallow, deep = estimates_of("tree"), estimates_of("tree")
+    for _ in range(30):
+        shallow.record(request, (1, 1), 1)
+        deep.record(request, (20, 5), 1)
+    assert shallow.gains([request], DEPTHS)[5].sum() > 1.5 * deep.gains([request], DEPTHS)[5].sum()

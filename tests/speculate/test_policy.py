@@ -6,7 +6,8 @@ from statistics import mean
 
 import pytest
 
-from tests.speculate.world import COPIED, DRAWN, Fixed, Model, Stairs, World
+from tandem.speculate.tree import Shape
+from tests.speculate.world import COPIED, DRAWN, Fixed, Linear, Model, Stairs, World
 
 
 def served(rows: int, chance: float, length: int | None, **world) -> float:
@@ -30,6 +31,14 @@ def test_a_draft_that_is_always_wrong_costs_almost_nothing(rows):
     plain = served(rows, 0.0, 0)
     assert served(rows, 0.0, None) >= 0.98 * plain
     assert served(rows, 0.0, None, matched=lambda request: 3) >= 0.98 * plain  # copies are wrong too
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("chance", [0.0, 0.95, 1.0])
+def test_a_draft_that_is_right_but_slow_costs_almost_nothing(rows, chance):
+    """A trial that is right is no reason to go on with what does not pay."""
+    slow = dict(drafting=Stairs(50e-3, 0), observing=Stairs(50e-3, 0))
+    assert served(rows, chance, None, **slow) >= 0.98 * served(rows, chance, 0, **slow)
 
 
 def test_the_world_can_tell_a_policy_that_loses():
@@ -227,3 +236,55 @@ def test_the_last_token_needs_no_draft_and_shows_nothing(chance):
         world.step(policy, [request])
         assert world.lengths[-1] == (0,) and request.room == 0
     assert sum(world.shown) == shown
+
+
+TREE = Shape(nodes=32, depth=6, top_k=4, fixed=False)
+
+
+@pytest.mark.parametrize(("chance", "seconds", "least", "most"), [(0.95, 2e-3, 5, 6), (0.5, 40e-3, 1, 1)])
+def test_a_tree_is_as_deep_as_pays(chance, seconds, least, most):
+    world = World(model=lambda request: chance, drafting=Stairs(seconds, 0), observing=Stairs(2e-3, 0))
+    policy = world.policy(tree=TREE)
+    world.run(policy, world.requests(1), 150)
+    usual = sorted(world.depths[50:])[len(world.depths[50:]) // 2]
+    assert least <= usual <= most
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("chance", [0.3, 0.6, 0.95])
+def test_trees_keep_up_with_the_best_fixed_one(rows, chance):
+    """With plain decoding, and with trees of one size and depth that know nothing of costs."""
+    world = World(model=lambda request: chance)
+    policy = world.policy(tree=TREE)
+    world.serve(policy, rows, max(6, rows))
+    rate = world.serve(policy, rows, max(8, 3 * rows))
+    assert rate >= 0.98 * served(rows, chance, 0)
+    for nodes, depth in ((1, 1), (4, 1), (4, 4), (8, 2), (15, 4)):
+        other = World(model=lambda request: chance)
+        model = Model(other, depth)
+        assert rate >= 0.88 * other.serve(Fixed(model, nodes), rows, max(8, 3 * rows)), (nodes, depth)
+
+
+def test_copies_stand_beside_guesses_where_that_pays():
+    """Each is right half of the time, whatever the other is, and a pass of 16 tokens costs what one of a token does."""
+    world = dict(model=lambda request: 0.5, copy=lambda request: 0.5, matched=lambda request: 2)
+    world |= dict(drafting=Stairs(2e-3, 0), observing=Stairs(2e-3, 0))
+    rates = {}
+    for mixes in (False, True):
+        made = World(**world)
+        policy, requests = made.policy(mixes=mixes), made.requests(1)
+        made.run(policy, requests, 100)
+        rates[mixes] = made.run(policy, requests, 1500)
+        assert (made.mixed > 800) == mixes
+    assert rates[True] > 1.05 * rates[False]
+
+
+def test_copies_do_not_stand_beside_guesses_where_tokens_cost():
+    made = World(
+        model=lambda request: 0.5, copy=lambda request: 0.3, matched=lambda request: 1, target=Linear(20e-3, 10e-3)
+    )
+    policy, requests = made.policy(mixes=True), made.requests(1)
+    made.run(policy, requests, 200)
+    before = made.mixed
+    made.run(policy, requests, 500)
+    assert made.mixed - before < 50

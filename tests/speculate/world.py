@@ -33,12 +33,23 @@ class Stairs:
         return self.first + self.more * (-(-tokens // 16) - 1)
 
 
+@dataclass(frozen=True)
+class Linear:
+    """Seconds of a pass of which every token costs `each`."""
+
+    first: float
+    each: float
+
+    def __call__(self, tokens: float) -> float:
+        return self.first + self.each * tokens
+
+
 @dataclass
 class World:
     """Seconds of the parts, and the chance that a guess is right: `model(request)`, `copy(request)` while the text
     repeats, which it does when `matched(request)` is more than 0."""
 
-    target: Stairs = Stairs(50e-3, 8e-3)
+    target: Stairs | Linear = Stairs(50e-3, 8e-3)
     drafting: Stairs = Stairs(15e-3, 3e-3)
     observing: Stairs = Stairs(15e-3, 3e-3)
     host: float = 1e-3
@@ -49,6 +60,8 @@ class World:
     working: float = 0.0  # seconds of the model
     shown: list[int] = field(default_factory=list)  # tokens run over by the model in each step
     lengths: list[tuple[int, ...]] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)  # of the model's drafts
+    mixed: int = 0  # rows with guesses of both
     sources: set[int] = field(default_factory=set)
     dice: random.Random = field(default_factory=lambda: random.Random(0))
 
@@ -64,8 +77,8 @@ class World:
         curves = (self.target, self.drafting, self.observing)
         return Costs(*(Curve({n: wrong * seconds(n) for n in SIZES}) for seconds in curves))
 
-    def policy(self, with_model: bool = True, wrong: float = 1.0) -> Adaptive:
-        return Adaptive(Copies(self), Model(self) if with_model else None, self.costs(wrong), self.clock)
+    def policy(self, with_model: bool = True, wrong: float = 1.0, **more) -> Adaptive:
+        return Adaptive(Copies(self), Model(self) if with_model else None, self.costs(wrong), self.clock, **more)
 
     def requests(self, count: int, prompt: int = 100, new: int = 100_000, **params) -> list[Request]:
         return [
@@ -92,20 +105,27 @@ class World:
         assert all(n <= q for n, q in zip(draft.counts, quota, strict=True))
         self.lengths.append(draft.counts)
         self.now += self.target(len(requests) + sum(draft.counts))
-        emitted = [1 + self.judge(r, draft.tokens[i, : draft.counts[i]].tolist()) for i, r in enumerate(requests)]
-        self.show(policy, requests, [r.known + n for r, n in zip(requests, emitted, strict=True)], True)
-        for request, count in zip(requests, emitted, strict=True):
-            request.tokens += [0] * count
+        emitted = [[*self.judge(r, draft.tokens[i, : draft.counts[i]].tolist()), 0] for i, r in enumerate(requests)]
+        self.show(policy, requests, [r.known + len(n) for r, n in zip(requests, emitted, strict=True)], True)
+        for request, tokens in zip(requests, emitted, strict=True):
+            request.tokens += tokens
             request.computed = request.known - 1
         self.now += self.host
-        return sum(emitted)
+        return sum(map(len, emitted))
 
-    def judge(self, request: Request, guesses: list[int]) -> int:
+    def judge(self, request: Request, guesses: list[int]) -> list[int]:
+        """The accepted tokens. In a tree of the model, each level is right more often the more nodes there are."""
         self.sources.update(guesses)
-        for place, source in enumerate(guesses):
-            if self.dice.random() >= (self.model if source == DRAWN else self.copy)(request):
-                return place
-        return len(guesses)
+        copies, drawn = guesses.count(COPIED), guesses.count(DRAWN)
+        self.mixed += bool(copies and drawn)
+        copied = self.run_of(self.copy(request), copies)
+        levels = min(drawn, self.depths[-1]) if drawn else 0
+        wrong = (1 - self.model(request)) * 0.6 ** (drawn / max(levels, 1) - 1)
+        right = self.run_of(1 - wrong, levels)
+        return [COPIED] * copied + [DRAWN] * (right - copied)
+
+    def run_of(self, chance: float, most: int) -> int:
+        return next((i for i in range(most) if self.dice.random() >= chance), most)
 
     def show(self, policy: Speculator, requests: list[Request], ends: list[int], emitting: bool) -> None:
         """What `Step` does after the verdict: as far as the speculator reaches."""
@@ -193,6 +213,7 @@ class Model:
     """Stands for the draft model: the clock runs while it works."""
 
     world: World
+    most: int = 32  # tokens on a path
     max_draft = 32
     branching = False
     chunk = 512
@@ -201,8 +222,10 @@ class Model:
         for request, quota in zip(decoding.requests, decoding.quota, strict=True):
             assert not quota or request.observed == request.known, "drafts for a text that it has not seen"
         rows = sum(n > 0 for n in decoding.quota)
-        self.world.work((max(decoding.quota) - 1) * self.world.drafting(rows))
-        return chain(decoding, decoding.quota, DRAWN)
+        depth = min(max(decoding.quota), decoding.depth, self.most)
+        self.world.depths.append(depth)
+        self.world.work((depth - 1) * self.world.drafting(rows))
+        return replace(chain(decoding, decoding.quota, DRAWN), deepest=depth)
 
     def reach(self, request, end):
         return min(end, request.observed + self.chunk)

@@ -48,6 +48,14 @@ const Kernels *(*const kPaths[])() = {kernels_amx, kernels_avx512, kernels_avx2,
 
 const Kernels *find(int path) { return kPaths[path](); }
 
+// A team, and memory for its passes, which come one at a time. Of each team's own: a forked process has the parent's
+// locks as they were, but makes a team anew.
+struct Crew : Team {
+    using Team::Team;
+    Workspace space;
+    std::mutex passing;
+};
+
 template <class Body>
 int guarded(const Body &body) {
     try {
@@ -77,7 +85,7 @@ const char *tandem_path(int path) {
     return kernels == nullptr ? nullptr : kernels->name;
 }
 
-void *tandem_team(int threads) { return new Team(threads); }
+void *tandem_team(int threads) { return static_cast<Team *>(new Crew(threads)); }
 
 int64_t tandem_packed_bytes(int32_t kind, int64_t n, int64_t k) {
     return round_up(n, kStrip) / kStrip * strip_bytes(format_of(kind), k);
@@ -124,12 +132,11 @@ void tandem_attend(void *team, int path, const Attention *attention, const Sight
 }
 
 int tandem_forward(void *team, int path, const Model *model, const Pass *pass) {
-    static Workspace space;
-    static std::mutex taken;
-    std::lock_guard<std::mutex> turn(taken);
+    Crew *crew = static_cast<Crew *>(static_cast<Team *>(team));
+    std::lock_guard<std::mutex> turn(crew->passing);
     return guarded([&] {
-        space.fit(*model, pass->count);
-        static_cast<Team *>(team)->run([&](Member &member) { find(path)->forward(member, *model, *pass, space); });
+        crew->space.fit(*model, pass->count);
+        crew->run([&](Member &member) { find(path)->forward(member, *model, *pass, crew->space); });
     });
 }
 
