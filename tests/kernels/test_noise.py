@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from tandem.kernels import native, noise
 from tandem.kernels.noise import ACCEPT, DRAFT, RESIDUAL, TARGET, draw, gumbel, key, uniform
+from tests.kernels.drawing import exact_gumbel, keys, some_logits
 
 WORD = (1 << 64) - 1
 
@@ -28,13 +30,6 @@ def start(seed: int, stream: int, round: int, position: int) -> int:
     return mixed(word + 0x9E3779B97F4A7C15 & WORD)
 
 
-def keys(seed: int | Tensor, stream: int = TARGET, round: int | Tensor = 0, position: int | Tensor = 0) -> Tensor:
-    """[K] keys of coordinates that may each be a range."""
-    parts = torch.broadcast_tensors(*(torch.as_tensor(c) for c in (seed, round, position)))
-    flat = [p.reshape(-1).long() for p in parts]
-    return key(flat[0], stream, flat[1], flat[2])
-
-
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1, -(2**63), 123456789])
 def test_key_and_uniform_are_those_of_the_definition(seed: int):
     for stream, round, position in ((TARGET, 0, 0), (DRAFT, 7, 9), (RESIDUAL, 100_000, 100_003)):
@@ -42,6 +37,20 @@ def test_key_and_uniform_are_those_of_the_definition(seed: int):
         got = keys(seed, stream, round, position)
         assert int(got) & WORD == word
         assert float(uniform(got)) == ((mixed(word) >> 12) + 0.5) * 2.0**-52 * (1 - 2.0**-53)
+
+
+@pytest.mark.parametrize("stream", [TARGET, DRAFT, ACCEPT, RESIDUAL])
+def test_every_whole_number_may_be_a_coordinate(drawn_by: str, stream: int):
+    """Those at both ends too, whether or not they lie beside one another in memory."""
+    ends = (0, 1, -1, 2**31, -(2**63), 2**63 - 1, -(2**63) + 1, noise._GOLDEN, -noise._GOLDEN)
+    triples = torch.tensor(list(product(ends, repeat=3)))
+    got = key(triples[:, 0], stream, triples[:, 1], triples[:, 2])
+    assert [word & WORD for word in got.tolist()] == [
+        start(seed & WORD, stream, round & WORD, position & WORD) for seed, round, position in triples.tolist()
+    ]
+    line = torch.tensor(ends)
+    grid = key(line[:, None].expand(9, 9), stream, line.expand(9, 9), line.expand(9, 9))
+    assert grid.tolist() == [key(line[i].expand(9), stream, line, line).tolist() for i in range(9)]
 
 
 def test_gumbel_is_that_of_the_definition():
@@ -167,29 +176,6 @@ def test_no_two_coordinates_share_a_key():
     assert len(every.unique()) == len(every) == 16 * 24 * 24 * 4
 
 
-@pytest.fixture(params=[*native.paths(), "torch"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    """Drawing with each instruction set, and with the twin."""
-    if request.param == "torch":
-        monkeypatch.setattr(native, "missing", lambda: "not wanted")
-        monkeypatch.delattr(native, "draw")
-    else:
-        native.use(request.param)
-    yield request.param
-    native.use(None)
-
-
-def some_logits(rows: int, vocab: int) -> Tensor:
-    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)) * 3
-
-
-def exact_gumbel(at: Tensor, vocab: int) -> Tensor:
-    """The noise of the numbers between 0 and 1 that float32 holds, without the rounding of its logarithms."""
-    words = at[:, None] + torch.arange(1, vocab + 1) * noise._GOLDEN
-    unit = noise._open_unit_(noise._mix_(words, words.clone()), torch.empty(words.shape)).double()
-    return -torch.log(-torch.log1p(-unit))
-
-
 def unmixed(word: int) -> int:
     """The word that `mixed` turns into this one."""
     for shift, factor in ((27, 0x94D049BB133111EB), (30, 0xBF58476D1CE4E5B9)):
@@ -201,7 +187,7 @@ def unmixed(word: int) -> int:
 
 
 @pytest.mark.parametrize("vocab", [1, 31, 33, 4096, 4097, 12_345])
-def test_the_token_drawn_is_the_first_greatest_of_logits_and_noise(path: str, vocab: int):
+def test_the_token_drawn_is_the_first_greatest_of_logits_and_noise(drawn_by: str, vocab: int):
     logits, at, greedy = some_logits(9, vocab), keys(torch.arange(9)), torch.arange(9) % 3 == 0
     sums = logits + exact_gumbel(at, vocab) * ~greedy[:, None]
     chosen = draw(logits, at, greedy)
@@ -210,7 +196,7 @@ def test_the_token_drawn_is_the_first_greatest_of_logits_and_noise(path: str, vo
     assert torch.equal(draw(logits, None, greedy), logits.argmax(1))
 
 
-def test_noise_decides_between_two_tokens_where_its_definition_says(path: str):
+def test_noise_decides_between_two_tokens_where_its_definition_says(drawn_by: str):
     """Logits that differ by slightly less, or more, than the two tokens' noise, also at both ends of its range."""
     vocab, words = 301, (0, 1 << 11, 1 << 12, 1 << 52, 1 << 62, 1 << 63, WORD - (1 << 40), WORD - 1, WORD)
     last = [unmixed(word) - vocab * 0x9E3779B97F4A7C15 & WORD for word in words]
@@ -228,7 +214,7 @@ def test_noise_decides_between_two_tokens_where_its_definition_says(path: str):
 
 
 @pytest.mark.parametrize("places", [(0, 1), (40, 71), (5, 32), (95, 100), (4095, 4096), (31, 9000), (9998, 9999)])
-def test_the_first_of_equal_tokens_is_drawn(path: str, places: tuple[int, ...]):
+def test_the_first_of_equal_tokens_is_drawn(drawn_by: str, places: tuple[int, ...]):
     logits = some_logits(2, 10_000).clamp(max=20)
     logits[:, places] = 25.0
     greedy = torch.tensor([True, True])
@@ -236,16 +222,12 @@ def test_the_first_of_equal_tokens_is_drawn(path: str, places: tuple[int, ...]):
     assert draw(torch.zeros(1, 10_000), None, greedy[:1]).tolist() == [0]
 
 
-def test_a_draw_depends_neither_on_the_batch_nor_on_threads(path: str):
+def test_a_draw_depends_neither_on_the_batch_nor_on_threads(drawn_by: str, use_threads):
     logits, at, greedy = some_logits(7, 9001), keys(torch.arange(7)), torch.arange(7) == 2
     together = draw(logits, at, greedy)
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            assert torch.equal(draw(logits, at, greedy), together)
-    finally:
-        torch.set_num_threads(threads)
+    for count in (1, 2, 3):
+        use_threads(count)
+        assert torch.equal(draw(logits, at, greedy), together)
     for r in range(7):
         assert torch.equal(draw(logits[r : r + 1], at[r : r + 1], greedy[r : r + 1]), together[r : r + 1])
     wide = torch.full((14, 9100), torch.inf)
@@ -254,7 +236,7 @@ def test_a_draw_depends_neither_on_the_batch_nor_on_threads(path: str):
     assert torch.equal(draw(logits.T.contiguous().T, at, greedy), together)
 
 
-def test_infinite_logits_are_drawn_or_never_drawn(path: str):
+def test_infinite_logits_are_drawn_or_never_drawn(drawn_by: str):
     logits = torch.full((4, 5000), -torch.inf)
     logits[1, 4999], logits[2, 4500] = -80.0, torch.inf
     logits[3] = 1.0
@@ -263,7 +245,7 @@ def test_infinite_logits_are_drawn_or_never_drawn(path: str):
         assert draw(logits, keys(torch.arange(4)), greedy).tolist() == [0, 4999, 4500, 77]
 
 
-def test_what_is_not_a_number_yields_some_token(path: str):
+def test_what_is_not_a_number_yields_some_token(drawn_by: str):
     logits = some_logits(3, 5000)
     logits[0, 17], logits[1, :], logits[2, 4999] = torch.nan, torch.nan, torch.nan
     for greedy in (torch.zeros(3, dtype=torch.bool), torch.ones(3, dtype=torch.bool)):
@@ -271,7 +253,7 @@ def test_what_is_not_a_number_yields_some_token(path: str):
         assert bool(((chosen >= 0) & (chosen < 5000)).all())
 
 
-def test_drawn_tokens_have_their_probabilities(path: str):
+def test_drawn_tokens_have_their_probabilities(drawn_by: str):
     p = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.04, 0.009, 0.001], dtype=torch.float64)
     count = 100_000
     logits = p.log().float().expand(count, -1)
