@@ -285,17 +285,13 @@ def test_bits_do_not_depend_on_pages(path, dtype):
         assert torch.equal(torch.cat(run(rows(shape), shape, extra_pages)), expected), page_size
 
 
-def test_bits_do_not_depend_on_threads(path):
+def test_bits_do_not_depend_on_threads(path, use_threads):
     shape = Shape()
     rows = [shape.plain(300, 70), tree_row(shape, 95, tree_of(64, 3), 1), shape.plain(90, 1, 2)]
-    before = torch.get_num_threads()
     results = []
-    try:
-        for threads in (1, 2, 3, 8):
-            torch.set_num_threads(threads)
-            results.append(torch.cat(run(rows, shape)))
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 2, 3, 8):
+        use_threads(threads)
+        results.append(torch.cat(run(rows, shape)))
     assert all(torch.equal(result, results[0]) for result in results)
 
 

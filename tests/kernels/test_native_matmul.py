@@ -95,6 +95,21 @@ def test_bits_of_a_row_do_not_depend_on_the_others(path, kind, shape):
     assert torch.equal(native.matmul(poisoned, [matrix])[::2], whole[::2])
 
 
+@pytest.mark.parametrize("kind", [Q.BF16, Q.Q8_0, Q.Q4_K])
+def test_bits_do_not_depend_on_threads(path, kind, use_threads):
+    """Neither those of the packed weights nor those of the products, with fewer strips than threads and with more."""
+    rows, first, second = rows_of(kind, 70, 512), *(rows_of(kind, n, 512, n) for n in (257, 33))
+    x = inputs(100, 512)
+    results = []
+    for threads in (1, 2, 3, 8):
+        use_threads(threads)
+        matrices = [native.pack(kind, 512, [part], Arena()) for part in (rows, first, second)]
+        products = [native.matmul(x[:count], matrices) for count in (1, 17, 100)]
+        results.append([*(matrix.data for matrix in matrices), *products])
+    for other in results[1:]:
+        assert all(torch.equal(*pair) for pair in zip(other, results[0], strict=True))
+
+
 def test_matrices_side_by_side_with_a_bias(path):
     first, second, third = (packed(kind, n, 512) for kind, n in ((Q.Q4_K, 70), (Q.Q6_K, 33), (Q.BF16, 5)))
     x = inputs(9, 512)
