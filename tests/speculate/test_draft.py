@@ -1,8 +1,9 @@
-"""Drafts of two sources in one batch, and in one tree."""
+"""Drafts of two sources in one batch and in one tree, and who stands above whom."""
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -49,9 +50,8 @@ def test_a_source_that_has_nothing_leaves_the_other_as_it_is():
 def as_paths(draft: Draft, row: int) -> list[tuple[int, ...]]:
     """What the path to each node says, in order of nodes."""
     paths: list[tuple[int, ...]] = [()]
-    for token, parent in list(zip(draft.tokens[row].tolist(), draft.parents[row].tolist(), strict=True))[
-        : draft.counts[row]
-    ]:
+    real = slice(draft.counts[row])
+    for token, parent in zip(draft.tokens[row, real].tolist(), draft.parents[row, real].tolist(), strict=True):
         paths.append((*paths[parent], token))
     return paths[1:]
 
@@ -63,11 +63,10 @@ def random_tree(counts: tuple[int, ...], seed: int) -> Draft:
     for row, count in enumerate(counts):
         taken = set()
         for node in range(count):
-            token, parent = next(
-                pair for _ in iter(int, 1) if (pair := (dice.randrange(4), dice.randrange(node + 1))) not in taken
-            )
-            taken.add((token, parent))
-            tokens[row, node], parents[row, node] = token, parent
+            while (pair := (dice.randrange(4), dice.randrange(node + 1))) in taken:
+                pass
+            taken.add(pair)
+            tokens[row, node], parents[row, node] = pair
     return Draft(tokens, parents, counts, branching=True)
 
 
@@ -98,3 +97,80 @@ def test_a_chain_and_copies_share_their_beginning():
     assert both.branching and both.counts == (7,) and both.depth == 4
     assert both.tokens.tolist() == [[1, 2, 3, 1, 2, 4, 5]]
     assert both.parents.tolist() == [[0, 1, 2, 0, 1, 2, 6]]
+
+
+def lines(draft: Draft, row: int) -> list[list[int]]:
+    """The root and each real node of a row with those above it, itself last and the root first."""
+    found = [[0]]
+    for node in range(1, draft.counts[row] + 1):
+        found.append([*found[int(draft.parents[row, node - 1])], node])
+    return found
+
+
+def check(draft: Draft) -> None:
+    """`depth`, `depths` and `ancestors` are those of the parents."""
+    assert draft.ancestors.shape == draft.depths.shape == (len(draft.counts), draft.width + 1)
+    for row, count in enumerate(draft.counts):
+        expected = lines(draft, row)
+        assert draft.depths[row, : count + 1].tolist() == [len(line) - 1 for line in expected]
+        words = [word & (1 << 64) - 1 for word in draft.ancestors[row, : count + 1].tolist()]
+        assert words == [sum(1 << node for node in line) for line in expected]
+        assert draft.depth >= max(len(line) - 1 for line in expected)
+
+
+def tree(rng: random.Random, rows: int, width: int, reach: int) -> Draft:
+    """Each node hangs on one of the `reach` before it; nothing is promised of the depth. Some rows draft nothing."""
+    parents = [[rng.randint(max(0, node - reach), node) for node in range(width)] for _ in range(rows)]
+    counts = (width, *(rng.choice((0, rng.randint(0, width))) for _ in range(rows - 1)))
+    tokens = torch.randint(1, 9, (rows, width), generator=torch.Generator().manual_seed(width))
+    return Draft(tokens, torch.tensor(parents), counts, branching=True)
+
+
+def promising(draft: Draft, more: int = 0) -> Draft:
+    """The same with its depth, or with more."""
+    depth = max(len(line) - 1 for row in range(len(draft.counts)) for line in lines(draft, row))
+    return replace(draft, deepest=depth + more)
+
+
+@pytest.mark.parametrize("reach", [1, 3, 63])
+@pytest.mark.parametrize("width", [1, 2, 7, 63])
+def test_depths_and_ancestors_are_those_of_the_parents(width: int, reach: int):
+    whole = tree(random.Random(width), 4, width, reach)
+    assert whole.depth == width
+    for draft in (whole, promising(whole), promising(whole, more=1), promising(whole, more=99)):
+        check(draft)
+        assert draft.depth <= width
+
+
+def test_depths_and_ancestors_of_chains():
+    check(Draft.empty(3, CPU))
+    check(Draft.chain_of([[1, 2, 3], [], [4]], CPU))
+    check(Draft.chain_of([list(range(63))], CPU))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rows_in_their_places_are_as_deep_as_they_were(seed: int):
+    rng = random.Random(seed)
+    part = promising(tree(rng, 3, 9, 4))
+    whole = part.widened((4, 0, 2), 6)
+    assert whole.deepest == part.deepest and whole.branching
+    check(whole)
+    for place, row in zip((4, 0, 2), range(3), strict=True):
+        assert whole.counts[place] == part.counts[row] and lines(whole, place) == lines(part, row)
+        assert torch.equal(whole.ancestors[place], part.ancestors[row])
+
+
+@pytest.mark.parametrize("length", [1, 3, 9, 30])
+@pytest.mark.parametrize("seed", range(5))
+def test_trees_beside_chains_are_as_deep_as_either(seed: int, length: int):
+    """Chains deeper than the trees, and less deep; wider than them, and narrower."""
+    rng = random.Random(seed)
+    own = promising(tree(rng, 3, 9, 4)).widened((4, 0, 2), 6)
+    copied = Draft.chain_of([list(range(rng.randint(0, length))) for _ in range(5)] + [list(range(length))], CPU)
+    both = own.beside(copied)
+    check(both)
+    assert both.depth == max(own.depth, copied.depth)
+    for row in range(6):
+        source = own if own.counts[row] else copied
+        assert both.counts[row] == source.counts[row] and lines(both, row) == lines(source, row)
+        assert both.tokens[row, : both.counts[row]].tolist() == source.tokens[row, : both.counts[row]].tolist()
