@@ -23,6 +23,7 @@ from tests.law.reference import law
 
 WORD = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
+STOPS = (3, 7)
 FIXED = torch.tensor((0.65, 0.14, 0.06)).log().tolist()
 
 
@@ -83,10 +84,11 @@ class Plain:
         logits = self.model.table[text[-2]][text[-1]]
         # A greedy request has a law here too: that of its penalised logits.
         shaped = replace(params, temperature=1.0) if params.greedy else params
-        p = law(logits, text[: request.prompt_length], text[request.prompt_length :], shaped)
+        p = law(logits, text[: request.prompt_length], text[request.prompt_length :], shaped, STOPS)
         tokens = self.model.ids or range(len(p))
         sums = {
-            token: math.log(p[c]) + (0.0 if params.greedy else gumbel(request.seed & WORD, len(text), token))
+            token: (math.log(p[c]) if p[c] else -math.inf)
+            + (0.0 if params.greedy else gumbel(request.seed & WORD, len(text), token))
             for c, token in enumerate(tokens)
         }
         mass = math.log(math.fsum(math.exp(s) for s in sums.values()))
@@ -142,7 +144,7 @@ class World:
                 tokens=prompt,
                 params=options,
                 seed=rng.randrange(-(2**63), 2**63),
-                stops=frozenset(),
+                stops=frozenset(STOPS),
                 limit=99,
                 quota=63,
                 row=len(params) - row,
@@ -174,7 +176,7 @@ class World:
         return grow(growth, state, lambda s: table[s[:, 0], s[:, 1]], level)
 
     def fed_paths(self, row: int) -> list[list[tuple[int, ...]]]:
-        """The tokens of each fed node's ancestors and its own, by its word: nodes count from 1 on through all levels."""
+        """The tokens of each fed node's ancestors and its own, by its word. Nodes count through all levels."""
         numbered = [0, *(token for tokens, _ in self.fed for token in tokens[row].tolist())]
         words = [words[row].tolist() for _, words in self.fed]
         assert all(word & 1 for level in words for word in level)  # all see the root
@@ -202,6 +204,7 @@ KINDS = {
     "sampled": PLAIN[1:],
     "mixed": PLAIN,
     "penalties": (PENALISED, replace(PENALISED, temperature=0.0), PLAIN[0], replace(PENALISED, temperature=0.6)),
+    "minimum": (SamplingParams(min_tokens=6), PLAIN[0], SamplingParams(temperature=0.0, min_tokens=4)),
 }
 SHAPES = [
     (1, 1, 1),
