@@ -234,3 +234,15 @@ def test_trees_are_those_of_the_definition(kind: str, shape: tuple[int, int, int
 @pytest.mark.parametrize("shape", SHAPES)
 def test_columns_may_stand_for_other_tokens(shape: tuple[int, int, int], fixed: bool):
     World.make(5, KINDS["mixed"], Shape(*shape, fixed), mapped=True).check(torch.float32)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_fixed_tree_has_one_form(shape: tuple[int, int, int]):
+    """Whatever the tokens, the options and the other rows."""
+    forms = []
+    for seed, kind in enumerate(KINDS):
+        world = World.make(seed, KINDS[kind], Shape(*shape, fixed=True))
+        draft = world.grown(torch.float32)
+        rows = zip(draft.parents.tolist(), draft.counts, world.quota, strict=True)
+        forms += [parents[:count] for parents, count, quota in rows if quota == shape[0]]
+    assert len(forms) >= len(KINDS) and all(form == forms[0] for form in forms)
