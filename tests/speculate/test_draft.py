@@ -171,6 +171,7 @@ def test_trees_beside_chains_are_as_deep_as_either(seed: int, length: int):
     check(both)
     assert both.depth == max(own.depth, copied.depth)
     for row in range(6):
-        source = own if own.counts[row] else copied
-        assert both.counts[row] == source.counts[row] and lines(both, row) == lines(source, row)
+        assert both.counts[row] == own.counts[row] + copied.counts[row]
+        first = lines(both, row)[: own.counts[row] + 1]
+        assert first == lines(own, row) if own.counts[row] else lines(both, row) == lines(copied, row)
         assert both.tokens[row, : both.counts[row]].tolist() == source.tokens[row, : both.counts[row]].tolist()
