@@ -280,11 +280,8 @@ class Adaptive:
         best += least
         chosen = np.argsort(-chance[best], kind="stable")[:guesses]  # equal ones in order of depth
         chosen = chosen[chance[best, chosen] > 0]  # the others are not allowed, whatever the costs
-        counts = np.bincount(chosen // MAX_DRAFT, minlength=chance.shape[1] // MAX_DRAFT)
-        drawn, copied = counts * own[best], counts * ~own[best]
-        if len(counts) > len(seen):
-            drawn, copied = np.split(counts, 2)
-        return copied, drawn, int(rows.depths[best])
+        first, copied = np.split(np.bincount(chosen // MAX_DRAFT, minlength=2 * len(seen)), 2)
+        return copied + first * ~own[best], first * own[best], int(rows.depths[best])
 
     def _goodput(self, rows: _Rows) -> tuple[Floats, Floats, Flags]:
         """Tokens per second by depth of the model's drafts and number of guesses, [M, N + 1]; what each guess gains,

@@ -15,7 +15,7 @@ from tandem.request import Request
 from tandem.sampling import MAX_DRAFT, SamplingParams
 from tandem.speculate.costs import Costs
 from tandem.speculate.draft import Draft
-from tandem.speculate.policy import Adaptive
+from tandem.speculate.policy import Adaptive, _Choice
 from tests.exact import oracle
 
 STOPS = frozenset({0, 7})
@@ -117,15 +117,20 @@ class Moody:
     def survival(self, requests, kinds):
         return np.cumprod(self.dice.uniform(self.dice.uniform(0, 1), 1, (len(requests), MAX_DRAFT)), 1)
 
+    def record(self, request, kind, drafted, accepted, memory=None):
+        assert 0 <= accepted <= drafted
+
+
+class MoodyModel(Moody):
+    """The same of a model's guesses."""
+
     def gains(self, requests, depths):
         return np.stack([self.survival(requests, ()) * (depth > 0) for depth in depths])
 
-    def reaching(self, requests, depths):
-        return self.gains(requests, depths)
+    reaching = gains
 
-    def record(self, request, kind, drafted, accepted, memory=0.0):
-        """As copies are recorded, or a model's guesses."""
-        assert 0 <= accepted <= (drafted if isinstance(kind, int) else kind[0])
+    def record(self, request, drafted, accepted, memory):
+        assert 0 <= accepted <= drafted[0]
 
 
 class MoodyCurve:
@@ -148,10 +153,30 @@ class MoodyCurve:
 def upset(speculator: Adaptive) -> None:
     """Make a policy take any length from any source, and turn its model on and off, for no reason."""
     times = count()
-    speculator.copied, speculator.drawn = Moody(), Moody()
+    speculator.copied, speculator.drawn = Moody(), MoodyModel()
     speculator.costs = Costs(MoodyCurve(1.0, 1), MoodyCurve(0.1, 2), MoodyCurve(0.4, 3))
     speculator.clock = lambda: float(next(times))
     speculator._began = speculator._left = speculator._ended = 0.0  # of this clock, not of the real one
+
+
+def mix(speculator: Adaptive) -> list[int]:
+    """Make a policy draft from both sources wherever both have something, how much for no reason. Returns the number of
+    rows where it did, step by step."""
+    dice, mixed = np.random.default_rng(5), []
+
+    def choose(decoding) -> _Choice:
+        rows = list(zip(decoding.requests, decoding.quota, strict=True))
+        draws = tuple(int(dice.integers(n // 2 + 1)) if r.observed == r.known else 0 for r, n in rows)
+        copies = tuple(
+            int(dice.integers(n - m + 1)) if speculator.lookup.matched(r) else 0
+            for (r, n), m in zip(rows, draws, strict=True)
+        )
+        mixed.append(sum(n > 0 and m > 0 for n, m in zip(copies, draws, strict=True)))
+        return _Choice(copies, draws, int(dice.integers(1, 6)), (0,) * len(rows))
+
+    speculator._choose = choose  # type: ignore[method-assign]
+    speculator._kept = speculator._saving = 1e9  # so that the model sees every text
+    return mixed
 
 
 def drafting(kind: str, dtype=torch.float64) -> Drafting:

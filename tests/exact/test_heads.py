@@ -13,12 +13,16 @@ from tests.exact.conftest import (
     SAMPLERS,
     Assembly,
     expected,
+    mix,
     params_of,
     prompt_of,
     request_of,
     serve,
     target,
     upset,
+)
+from tests.exact.conftest import (
+    build as build_with,
 )
 from tests.head_toys import HeadWeights, follows_hidden, follows_text, random_head
 from tests.toys import writes
@@ -70,6 +74,27 @@ def test_tokens_equal_the_plain_loop(kind: str, tree: str, layout: str):
     assert sum(r.speculation.drafted for r in requests) > 0
     if layout == "preemption":
         assert assembly.driver.scheduler.preemptions > 0, "the case did not happen"
+
+
+@pytest.mark.parametrize("layout", ["mixed", "preemption"])
+@pytest.mark.parametrize("draft", ["eagle", "mtp", "self", "noise"])
+def test_tokens_equal_the_plain_loop_where_copies_stand_beside_guesses(draft: str, layout: str):
+    """Of trees, of a head's chains, and of a draft model."""
+    settings = dict(max_length=96, draft_tokens="auto", depth=4, tree_top_k=3, lookup_match=1, **LAYOUTS[layout])
+    if draft in ("self", "noise"):
+        assembly = build_with(draft, **settings)
+    else:
+        assembly = build(random_head(target(), draft), **settings)
+    speculator = assembly.driver.step.speculator
+    upset(speculator)
+    mixed = mix(speculator)
+    requests = [request_of(name) for name in SAMPLERS]
+    serve(assembly, requests, arrivals=2)
+    for request in requests:
+        assert (tuple(request.output), request.finish_reason) == expected(request.id), request.id
+    assert sum(mixed) > 50
+    if draft == "self":
+        assert sum(r.speculation.accepted for r in requests) > 50
 
 
 ORDER = [7, 11, 200, 3, 90, 41, 5, 77, 150, 62, 33, 8]

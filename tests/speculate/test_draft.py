@@ -174,4 +174,5 @@ def test_trees_beside_chains_are_as_deep_as_either(seed: int, length: int):
         assert both.counts[row] == own.counts[row] + copied.counts[row]
         first = lines(both, row)[: own.counts[row] + 1]
         assert first == lines(own, row) if own.counts[row] else lines(both, row) == lines(copied, row)
-        assert both.tokens[row, : both.counts[row]].tolist() == source.tokens[row, : both.counts[row]].tolist()
+        tokens = (own.tokens[row, : own.counts[row]], copied.tokens[row, : copied.counts[row]])
+        assert both.tokens[row, : both.counts[row]].tolist() == torch.cat(tokens).tolist()
