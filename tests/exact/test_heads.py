@@ -92,7 +92,7 @@ def test_tokens_equal_the_plain_loop_where_copies_stand_beside_guesses(draft: st
     serve(assembly, requests, arrivals=2)
     for request in requests:
         assert (tuple(request.output), request.finish_reason) == expected(request.id), request.id
-    assert sum(mixed) > 50
+    assert sum(mixed) > 15
     if draft == "self":
         assert sum(r.speculation.accepted for r in requests) > 50
 
