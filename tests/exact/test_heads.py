@@ -58,10 +58,18 @@ def answer(assembly: Assembly, prompt: list[int], **options):
     return request
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+# What a kind computes and where its rows lie have little to do with each other: all layouts for two kinds.
+CASES = [
+    (kind, layout)
+    for kind in head_toys.KINDS
+    for layout in LAYOUTS
+    if kind in ("eagle", "mtp") or layout in ("mixed", "preemption")
+]
+
+
+@pytest.mark.parametrize(("kind", "layout"), CASES)
 @pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("kind", head_toys.KINDS)
-def test_tokens_equal_the_plain_loop(kind: str, tree: str, layout: str):
+def test_tokens_equal_the_plain_loop(kind: str, layout: str, tree: str):
     assembly = build(random_head(target(), kind), max_length=96, **TREES[tree], **LAYOUTS[layout])
     if tree.endswith("policy"):
         upset(assembly.driver.step.speculator)
@@ -92,7 +100,7 @@ def test_tokens_equal_the_plain_loop_where_copies_stand_beside_guesses(draft: st
     serve(assembly, requests, arrivals=2)
     for request in requests:
         assert (tuple(request.output), request.finish_reason) == expected(request.id), request.id
-    assert sum(mixed) > 15
+    assert sum(mixed) > 5
     if draft == "self":
         assert sum(r.speculation.accepted for r in requests) > 50
 
