@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -109,8 +110,8 @@ class Step:
     def _emit(self, spans: Spans, decoding: Decoding, draft: Draft, hidden: Tensor) -> Outcome:
         """Judge the draft, commit what follows, and read it."""
         logits = self.target.logits(hidden[_emitting(spans, draft).to(hidden.device)])
-        nodes = Nodes.of(draft, decoding.index, decoding.known, decoding.needs)
-        shaped = shape(logits, nodes, self.rows, decoding.needs)
+        where = partial(Nodes.of, draft, decoding.index, decoding.known, decoding.needs)
+        shaped = shape(logits, where, self.rows, decoding.needs)
         verdict = verify(self.rule, draft, shaped, Noise.of(self.rows, decoding.index, decoding.needs))
         self._commit(decoding, draft, verdict)
         return self._read(decoding, draft, verdict, logits)

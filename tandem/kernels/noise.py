@@ -100,7 +100,7 @@ def draw(logits: Tensor, keys: Tensor | None, greedy: Tensor, ids: Tensor | None
     Args:
         logits: [K, V].
         keys: [K] int64, one noise sequence per row; None: every row is greedy.
-        greedy: [K] bool, rows that take g = 0.
+        greedy: [K] bool, rows that take g = 0; not read where there are no keys.
         ids: [V] int64 the token of each column; None: its number.
 
     Returns:

@@ -69,10 +69,13 @@ def draw_chains(
     tokens: list[Tensor] = []
     laws: list[Tensor] = []
     depths = torch.arange(count, device=first.device)[:, None].expand(-1, len(first))
-    positions, none = decoding.known + depths, decoding.index.new_empty(len(first), 0)
+
+    def where() -> Nodes:
+        path = torch.stack(tokens, 1) if tokens else decoding.index.new_empty(len(first), 0)
+        return Nodes(decoding.index, decoding.known + len(tokens), path)
+
     for depth in range(count):
-        path = torch.stack(tokens, 1) if tokens and decoding.needs.penalties else none
-        shaped = shape(logits, Nodes(decoding.index, positions[depth], path), rows, decoding.needs)
+        shaped = shape(logits, where, rows, decoding.needs)
         token, law = rule.draw(shaped, depths[depth], chance, ids)
         tokens.append(token)
         laws += [] if law is None else [law]

@@ -14,7 +14,7 @@ K nodes, D drafted tokens on a path (padded), R rows, N drafted nodes per row, V
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -47,6 +47,12 @@ class Needs:
     top_k: int
     top_p: bool
     min_p: bool
+
+    @property
+    def shaping(self) -> bool:
+        """Whether logits are changed at all."""
+        filters = self.top_k > 0 or self.top_p or self.min_p
+        return self.by_id or self.temperature or filters
 
     @property
     def by_id(self) -> bool:
@@ -106,19 +112,22 @@ class Nodes:
         return torch.where(on_path, draft.tokens[places.row], -1)
 
 
-def shape(logits: Tensor, nodes: Nodes, rows: Rows, needs: Needs) -> Tensor:
+def shape(logits: Tensor, where: Callable[[], Nodes], rows: Rows, needs: Needs) -> Tensor:
     """Logits whose softmax is the law the requests asked for; banned and filtered tokens are -inf.
 
     Args:
         logits: [K, V] of the model, in any precision; not changed.
-        nodes: where they stand.
+        where: finds out where they stand, if that matters.
         rows: the device table, which holds the sampling options.
-        needs: what must be done at all; it has to cover every row among `nodes`.
+        needs: what must be done at all; it has to cover every row among them.
 
     Returns:
         [K, V] in the sampler's precision: the given tensor itself if there was nothing to do.
     """
     shaped = logits.to(rows.temperature.dtype)
+    if not needs.shaping:
+        return shaped
+    nodes = where()
     if needs.penalties:
         shaped = _penalise(shaped, nodes, rows)
     if needs.bias:

@@ -133,9 +133,12 @@ class _Grown:
         decoding, bounds = self.growth.decoding, self.growth.shape
         rows, width = self.tokens.shape
         row = torch.arange(rows, device=self.device).repeat_interleave(width)
-        path = self.path.flatten(0, 1) if decoding.needs.penalties else self.path.new_empty(len(row), 0)
-        nodes = Nodes(decoding.index[row], decoding.known[row] + depth - 1, path)
-        shaped = shape(logits, nodes, self.growth.rows, decoding.needs)
+
+        def where() -> Nodes:
+            path = self.path.flatten(0, 1) if decoding.needs.penalties else self.path.new_empty(len(row), 0)
+            return Nodes(decoding.index[row], decoding.known[row] + depth - 1, path)
+
+        shaped = shape(logits, where, self.growth.rows, decoding.needs)
         children = min(bounds.top_k, logits.shape[1])
         tokens, sums, mass = self.growth.noise.rank(shaped, row, depth - 1, self.growth.ids, children)
         if bounds.fixed:

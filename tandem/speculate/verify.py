@@ -85,17 +85,18 @@ class Noise:
 
     def choose(self, logits: Tensor, stream: int, row: Tensor, depth: Tensor, ids: Tensor | None = None) -> Tensor:
         """The tokens of `tandem.kernels.noise.draw`, by the noise of each row's seed."""
-        keys = self._keys(stream, self.seed[row], self.root[row], depth) if self.sampled else None
-        return draw(logits, keys, self.greedy[row], ids)
+        if not self.sampled:
+            return draw(logits, None, self.greedy, ids)
+        return draw(logits, self._keys(stream, self.seed[row], self.root[row], depth), self.greedy[row], ids)
 
     def rank(
         self, logits: Tensor, row: Tensor, depth: int, ids: Tensor | None, count: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The `count` tokens of `tandem.kernels.noise.rank` by the target's noise at position root + depth of the rows
         `row` [K]; `ids` as for `choose`."""
-        keys = None
-        if self.sampled:
-            keys = self._keys(TARGET, self.seed[row], self.root[row], torch.full_like(row, depth))
+        if not self.sampled:
+            return rank(logits, None, self.greedy, ids, count)
+        keys = self._keys(TARGET, self.seed[row], self.root[row], torch.full_like(row, depth))
         return rank(logits, keys, self.greedy[row], ids, count)
 
     def accept(self, p: Tensor, q: Tensor, depth: Tensor) -> Tensor:

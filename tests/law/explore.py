@@ -120,7 +120,8 @@ class Step:
 
     def shape(self, logits: Tensor, path: Tensor) -> Tensor:
         """Logits [R, V] behind drafted tokens [R, D], as the options ask."""
-        return law.shape(logits, Nodes(self.index, self.known + path.shape[1], path), self.rows, self.needs)
+        nodes = Nodes(self.index, self.known + path.shape[1], path)
+        return law.shape(logits, lambda: nodes, self.rows, self.needs)
 
     def draw(self, shaped: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
         """A drafted token per row, from logits [R, V], as the rule draws it."""
@@ -174,7 +175,8 @@ class Toy:
         draft = drafter(Step(rows, index, rows.known, last, self.request(), needs, rule, chance))
         places = draft.places
         logits = self.table[torch.cat([last[:, None], draft.tokens], 1)[places.row, places.node]]  # [K, V]
-        shaped = law.shape(logits, Nodes.of(draft, index, rows.known, needs), rows, needs)
+        nodes = Nodes.of(draft, index, rows.known, needs)
+        shaped = law.shape(logits, lambda: nodes, rows, needs)
         verdict = verify.verify(rule, draft, shaped, chance)
         place = torch.arange(outputs.shape[1]) - count[:, None]
         emitted = verdict.tokens.gather(1, place.clamp(0, verdict.tokens.shape[1] - 1))

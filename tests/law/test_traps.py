@@ -5,6 +5,7 @@ Each one keeps or raises the number of accepted tokens, so that no speed test wo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -193,17 +194,22 @@ def test_ratio_that_forgets_the_last_rejection(monkeypatch: pytest.MonkeyPatch):
 # Options that reach only some of the nodes
 
 
-def last_only(logits: Tensor, nodes: Nodes, rows: Rows, needs: Needs) -> Tensor:
-    deepest = nodes.position == nodes.position.max()
-    return torch.where(deepest[:, None], REAL_SHAPE(logits, nodes, rows, needs), logits)
+Where = Callable[[], Nodes]
 
 
-def no_path(logits: Tensor, nodes: Nodes, rows: Rows, needs: Needs) -> Tensor:
-    return REAL_SHAPE(logits, replace(nodes, path=torch.full_like(nodes.path, -1)), rows, needs)
+def last_only(logits: Tensor, where: Where, rows: Rows, needs: Needs) -> Tensor:
+    deepest = where().position == where().position.max()
+    return torch.where(deepest[:, None], REAL_SHAPE(logits, where, rows, needs), logits)
 
 
-def per_step(logits: Tensor, nodes: Nodes, rows: Rows, needs: Needs) -> Tensor:
-    return REAL_SHAPE(logits, replace(nodes, position=rows.known[nodes.row]), rows, needs)
+def no_path(logits: Tensor, where: Where, rows: Rows, needs: Needs) -> Tensor:
+    without = replace(where(), path=torch.full_like(where().path, -1))
+    return REAL_SHAPE(logits, lambda: without, rows, needs)
+
+
+def per_step(logits: Tensor, where: Where, rows: Rows, needs: Needs) -> Tensor:
+    early = replace(where(), position=rows.known[where().row])
+    return REAL_SHAPE(logits, lambda: early, rows, needs)
 
 
 REAL_SHAPE = law.shape

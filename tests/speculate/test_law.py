@@ -14,13 +14,17 @@ from tandem.request import Request
 from tandem.sampling import SamplingParams
 from tandem.speculate import law
 from tandem.speculate.draft import Draft
-from tandem.speculate.law import Needs, Nodes, probabilities, shape
+from tandem.speculate.law import Needs, Nodes, probabilities
 from tests.law import reference
 
 CPU = torch.device("cpu")
 NO_PATH = torch.empty(1, 0, dtype=torch.int64)
 NEVER = float("-inf")
 PENALISED = Needs.of([SamplingParams(presence_penalty=1.0)])
+
+
+def shape(logits: Tensor, nodes: Nodes, rows: Rows, needs: Needs) -> Tensor:
+    return law.shape(logits, lambda: nodes, rows, needs)
 
 
 def admit(
