@@ -40,7 +40,7 @@ class Estimates(Protocol):
 
     @property
     def judged(self) -> float:
-        """How many verdicts the estimates rest on."""
+        """How many guesses were judged, as far as they still count."""
 
     def gains(self, requests: Sequence[Request], depths: Counts) -> Floats:
         """[M, R, MAX_DRAFT]: by how much the 1st, 2nd, ... guess of a draft raises what is accepted, if its paths are
@@ -63,7 +63,7 @@ class Acceptance:
 
     @property
     def judged(self) -> float:
-        """How many verdicts the estimates rest on."""
+        """How many guesses were judged, as far as they still count."""
         return float(self._all[1].sum())
 
     def survival(self, requests: Sequence[Request], kinds: Sequence[int]) -> Floats:
@@ -97,7 +97,7 @@ class ChainAcceptance:
 
     @property
     def judged(self) -> float:
-        """How many verdicts the estimates rest on."""
+        """How many guesses were judged, as far as they still count."""
         return self._each.judged
 
     def gains(self, requests: Sequence[Request], depths: Counts) -> Floats:
@@ -131,7 +131,7 @@ class TreeAcceptance:
 
     @property
     def judged(self) -> float:
-        """How many verdicts the estimates rest on."""
+        """How many guesses were judged, as far as they still count."""
         return self._each.judged
 
     def gains(self, requests: Sequence[Request], depths: Counts) -> Floats:

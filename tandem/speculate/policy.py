@@ -51,7 +51,7 @@ Flags = NDArray[np.bool_]
 _COPIED = (0.3, 0.4, 0.5, 0.6, 0.75, 0.9)  # for 1, 2, 3-4, 5-8, 9-16 and more matching tokens
 _DRAWN = 0.6
 _DEPTHS = np.array([0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, MAX_DRAFT])
-_TESTED = 4.0  # verdicts from which a model's estimate is believed
+_TESTED = 4.0  # guesses judged, from which on a model's estimate is believed
 _LOOK = 8  # steps after which it is asked again whether a model would pay that has seen no text
 _TRIALS = 0.01  # their share of the time
 _TRIAL_MEMORY = 8.0
@@ -124,7 +124,7 @@ class Adaptive:
         self.branching = tree is not None or mixes
         self.mixes = mixes
         most, self._width = (MAX_DRAFT, 1) if tree is None else (tree.depth, tree.width)
-        self._depths = _DEPTHS[most >= _DEPTHS]
+        self._depths = np.unique(np.minimum(_DEPTHS, most))
         self.max_draft = MAX_DRAFT if model is None else max(MAX_DRAFT, model.max_draft)
         self.drawn: Estimates = ChainAcceptance(_DRAWN) if tree is None else TreeAcceptance(_DRAWN, tree)
         self.lookup = lookup
@@ -201,8 +201,8 @@ class Adaptive:
                 copied = _equal(was.copied, request.tokens[was.known : request.known - 1])
             if was.copied:
                 self.copied.record(request, was.kind, len(was.copied), copied)
-            # Where copies were right to the end, nobody knows how far the model was.
-            if was.drawn[0] and not (was.copied and 0 < accepted == copied):
+            # Beside right copies it shows only if the model was right for longer.
+            if was.drawn[0] and not (was.copied and copied):
                 tried = request is self._trial
                 self.drawn.record(request, was.drawn, accepted, _TRIAL_MEMORY if tried else MEMORY)
                 if tried and self._tested:
@@ -303,14 +303,16 @@ class Adaptive:
         return expected / (checking + self.costs.host + np.where(working, making, 0)[:, None]), chance, own
 
     def _try_copies(self, rows: _Rows, copies: Counts, draws: Counts) -> None:
-        """Where no copy pays, copy one token now and then, to see whether that still holds."""
-        hits = (rows.copied[:, 0] > 0) & (draws == 0)
+        """Where no copy pays, copy one token now and then, to see whether that still holds; instead of the model's
+        guesses, unless it can stand beside them."""
+        hits = rows.copied[:, 0] > 0
         if copies.any() or not hits.any():
             return
         price = self.costs.target(rows.load + int(hits.sum())) - self.costs.target(rows.load)
         if price <= self._allowance:
             self._allowance -= price
             copies += hits
+            draws *= ~hits | self.mixes
 
     def _try_model(self, requests: tuple[Request, ...], ready: Flags, copies: Counts, draws: Counts) -> None:
         """Go on with the model's trial, end it, or begin one when no row is ready for the model."""
@@ -362,5 +364,5 @@ def _sums(values: Floats) -> Floats:
 
 
 def _saved(goodput: Floats) -> float:
-    """Seconds for each token that the model saves, from the goodput by depth of its chains."""
+    """Seconds for each token that the model saves, from the goodput by depth of its drafts."""
     return float(1 / goodput[0].max() - 1 / goodput[1:].max()) if len(goodput) > 1 else 0.0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import mean
 
+import numpy as np
 import pytest
 
 from tandem.speculate.tree import Shape
@@ -288,3 +290,36 @@ def test_copies_do_not_stand_beside_guesses_where_tokens_cost():
     before = made.mixed
     made.run(policy, requests, 500)
     assert made.mixed - before < 50
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_copies_that_become_good_are_found_again_behind_a_model_that_is_used(mixes):
+    good = [0.0]
+    world = World(model=lambda request: 0.7, copy=lambda request: good[0], matched=lambda request: 3)
+    policy, requests = world.policy(mixes=mixes), world.requests(1, new=1_000_000)
+    world.run(policy, requests, 400)
+    before = world.run(policy, requests, 200)
+    good[0] = 1.0
+    world.run(policy, requests, 800)
+    assert world.run(policy, requests, 200) > 3 * before
+
+
+@pytest.mark.parametrize("chance", [0.5, 0.7])
+def test_a_model_is_judged_alike_with_copies_beside_it(chance):
+    """What is recorded must not depend on how far the model was."""
+    cheap = Stairs(1e-3, 0)
+    world = World(lambda request: chance, lambda request: chance, lambda request: 2, drafting=cheap, observing=cheap)
+    policy, requests = world.policy(mixes=True), world.requests(1)
+    estimates = []
+    for _ in range(60):
+        world.run(policy, requests, 30)
+        estimates.append(policy.drawn.reaching(requests, np.array([1]))[0, 0, 0])
+    assert world.mixed > 1000
+    assert mean(estimates[5:]) == pytest.approx(chance, abs=0.05)
+
+
+def test_the_depth_that_is_allowed_is_used():
+    world = World(model=lambda request: 0.99, drafting=Stairs(1e-3, 0))
+    policy = world.policy(tree=replace(TREE, depth=7))
+    world.run(policy, world.requests(1), 150)
+    assert max(world.depths) == 7

@@ -49,13 +49,13 @@ class World:
     """Seconds of the parts, and the chance that a guess is right: `model(request)`, `copy(request)` while the text
     repeats, which it does when `matched(request)` is more than 0."""
 
+    model: Callable[[Request], float] = lambda request: 0.7
+    copy: Callable[[Request], float] = lambda request: 0.0
+    matched: Callable[[Request], int] = lambda request: 0
     target: Stairs | Linear = Stairs(50e-3, 8e-3)
     drafting: Stairs = Stairs(15e-3, 3e-3)
     observing: Stairs = Stairs(15e-3, 3e-3)
     host: float = 1e-3
-    model: Callable[[Request], float] = lambda request: 0.7
-    copy: Callable[[Request], float] = lambda request: 0.0
-    matched: Callable[[Request], int] = lambda request: 0
     now: float = 0.0
     working: float = 0.0  # seconds of the model
     shown: list[int] = field(default_factory=list)  # tokens run over by the model in each step
