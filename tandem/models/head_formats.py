@@ -30,6 +30,7 @@ from tandem.errors import LoadError
 from tandem.models.config import ModelConfig
 from tandem.models.head_config import HeadConfig
 from tandem.models.head_conventions import HeadReader
+from tandem.models.head_shapes import OUTPUT_NORM, optional_shapes_of, shapes_of
 from tandem.models.huggingface import INDEX, SINGLE, floats, open_files, read_json
 
 __all__ = ["HeadCheckpoint", "is_head", "open_head"]
@@ -42,14 +43,13 @@ _MARKS = ("tandem_head", "speculators_model_type", "eagle_config", "draft_vocab_
 
 _EXTRA_LAYER = re.compile(r"model\.layers\.(\d+)\.eh_proj\.weight")
 _DERIVED = "rotary_emb.inv_freq"
-_OUTPUT_NORM = "model.norm.weight"
 _ALTERNATIVES = ("kv_a_proj", "kv_b_proj", "q_a_proj", "q_b_proj", "mlp.experts.", "mlp.gate.", "mlp.shared_expert")
 
 _Rules = tuple[tuple[str, str], ...]
 
 _EAGLE: _Rules = (
     (r"(fc\.weight|fc\.bias|lm_head\.weight)", r"\1"),
-    (r"norm\.weight", _OUTPUT_NORM),
+    (r"norm\.weight", OUTPUT_NORM),
     (r"(layers\..+)", r"model.\1"),
 )
 _EAGLE3: _Rules = (
@@ -63,14 +63,14 @@ _EAGLE3: _Rules = (
     (r"(?:midlayer|layers\.0)\.hidden_norm\.weight", "hidden_norm.weight"),
     (r"midlayer\.(.+)", r"model.layers.0.\1"),
     (r"(layers\..+)", r"model.\1"),
-    (r"norm\.weight", _OUTPUT_NORM),
+    (r"norm\.weight", OUTPUT_NORM),
     (r"(lm_head\.weight)", r"\1"),
 )
 _DEEPSEEK: _Rules = (
     (r"eh_proj\.weight", "fc.weight"),
     (r"enorm\.weight", "embedding_norm.weight"),
     (r"hnorm\.weight", "hidden_norm.weight"),
-    (r"shared_head\.norm\.weight", _OUTPUT_NORM),
+    (r"shared_head\.norm\.weight", OUTPUT_NORM),
     (r"shared_head\.head\.weight", "lm_head.weight"),
     (r"((?:self_attn|mlp|input_layernorm|post_attention_layernorm)\..+)", r"model.layers.0.\1"),
 )
@@ -78,14 +78,14 @@ _QWEN: _Rules = (
     (r"fc\.weight", "fc.weight"),
     (r"pre_fc_norm_embedding\.weight", "embedding_norm.weight"),
     (r"pre_fc_norm_hidden\.weight", "hidden_norm.weight"),
-    (r"norm\.weight", _OUTPUT_NORM),
+    (r"norm\.weight", OUTPUT_NORM),
     (r"(layers\.0\..+)", r"model.\1"),
 )
 _MIMO: _Rules = (
     (r"input_proj\.weight", "fc.weight"),
     (r"token_layernorm\.weight", "embedding_norm.weight"),
     (r"hidden_layernorm\.weight", "hidden_norm.weight"),
-    (r"final_layernorm\.weight", _OUTPUT_NORM),
+    (r"final_layernorm\.weight", OUTPUT_NORM),
     (r"((?:self_attn|mlp|input_layernorm|post_attention_layernorm)\..+)", r"model.layers.0.\1"),
 )
 _TANDEM: _Rules = ((r"((?:fc|feature_fc|feature_norm|embedding_norm|hidden_norm|lm_head|model)\..+)", r"\1"),)
@@ -295,68 +295,16 @@ def _unused(name: str, kind: str) -> bool:
 
 def _check_shapes(parts: dict[str, _Stored], head: HeadConfig) -> None:
     """Raises LoadError for a tensor that is missing, is none of this head's, or has another shape."""
-    wanted = _shapes(head)
+    wanted = shapes_of(head)
     for name, shape in wanted.items():
         if name not in parts:
             raise LoadError(f"tensor {name} {shape} is missing, by whatever name the format {head.format} has for it")
     for name, part in parts.items():
-        shape = (wanted | _optional(head)).get(name, ())
+        shape = (wanted | optional_shapes_of(head)).get(name, ())
         if not shape:
             raise LoadError(f"tensor {part.name} {part.shape} is not part of such a head of format {head.format}")
         if part.shape != shape:
             raise LoadError(f"tensor {part.name} is {part.shape}; the configuration says {shape}")
-
-
-def _shapes(head: HeadConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a head must have."""
-    c, hidden = head.layer, head.layer.hidden
-    wide, taps = head.joined == "wide", len(head.taps)
-    found: dict[str, tuple[int, ...]] = {} if wide else {"fc.weight": (hidden, 2 * hidden)}
-    if head.fc_bias:
-        found["fc.bias"] = (hidden,)
-    if head.feature_fc:
-        found["feature_fc.weight"] = (hidden, head.features)
-    if head.feature_norm == "whole":
-        found["feature_norm.weight"] = (head.features,)
-    if head.feature_norm == "each":
-        found |= {f"feature_norm.{i}.weight": (head.target_hidden,) for i in range(taps)}
-    for kept, name in (
-        (head.embedding_norm, "embedding_norm.weight"),
-        (head.hidden_norm, "hidden_norm.weight"),
-        (head.output_norm, _OUTPUT_NORM),
-    ):
-        if kept:
-            found[name] = (hidden,)
-    for i in range(c.layers):
-        normed = i > 0 or (head.input_norm and not wide)
-        layer = _layer_shapes(c, 2 * hidden if wide and i == 0 else hidden, normed)
-        found |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
-    return found | ({"lm_head.weight": (c.vocab, hidden)} if head.own_head else {})
-
-
-def _layer_shapes(c: ModelConfig, width: int, normed: bool) -> dict[str, tuple[int, ...]]:
-    """Of one layer, whose q, k and v read `width` numbers."""
-    heads = {"q": c.heads * c.head_dim, "k": c.kv_heads * c.head_dim, "v": c.kv_heads * c.head_dim}
-    found: dict[str, tuple[int, ...]] = {f"self_attn.{n}_proj.weight": (rows, width) for n, rows in heads.items()}
-    if c.qkv_bias:
-        found |= {f"self_attn.{n}_proj.bias": (rows,) for n, rows in heads.items()}
-    if c.qk_norm:
-        found |= {f"self_attn.{n}_norm.weight": (c.head_dim,) for n in "qk"}
-    if normed:
-        found["input_layernorm.weight"] = (c.hidden,)
-    return found | {
-        "self_attn.o_proj.weight": (c.hidden, heads["q"]),
-        "post_attention_layernorm.weight": (c.hidden,),
-        "mlp.gate_proj.weight": (c.intermediate, c.hidden),
-        "mlp.up_proj.weight": (c.intermediate, c.hidden),
-        "mlp.down_proj.weight": (c.hidden, c.intermediate),
-    }
-
-
-def _optional(head: HeadConfig) -> dict[str, tuple[int, ...]]:
-    """Tensors that a head may have."""
-    layers = range(head.layer.layers) if head.layer.qkv_bias else ()
-    return {f"model.layers.{i}.self_attn.o_proj.bias": (head.layer.hidden,) for i in layers}
 
 
 def _read_mapping(head: HeadConfig, d2t: _Stored | None, t2d: _Stored | None) -> Tensor:
