@@ -130,6 +130,30 @@ def follows_hidden(target: Weights, order: list[int]) -> HeadWeights:
     return HeadWeights(head.layer, {**tensors, **norms, "fc.weight": fc}, head)
 
 
+def modules_follow_hidden(target: Weights, order: list[int], count: int) -> list[HeadWeights]:
+    """`follows_hidden` as modules, each of which writes states in a code of its own that only the next one reads: so
+    it is right only when fed with what the module before it made of the token before."""
+    width, modules = target.config.hidden, []
+    dice = torch.Generator().manual_seed(2)
+    read = torch.eye(width, dtype=torch.float64)  # [code, token]
+    for _ in range(count):
+        made = follows_hidden(target, order)
+        code = torch.eye(width, dtype=torch.float64)[torch.randperm(width, generator=dice)]
+        step = code @ made.tensors["fc.weight"][:, width:] @ read.T
+        fc = torch.cat([torch.zeros_like(step), step], 1)
+        own = {"fc.weight": fc, "lm_head.weight": target.tensors["lm_head.weight"] @ code.T}
+        head = replace(made.head, own_head=True, modules=count)
+        modules.append(HeadWeights(made.config, made.tensors | own, head))
+        read = code
+    return modules
+
+
+def random_modules(target: Weights, count: int) -> list[HeadWeights]:
+    """MTP of several layers."""
+    made = [random_head(target, "mtp", seed) for seed in range(count)]
+    return [replace(module, head=replace(module.head, modules=count)) for module in made]
+
+
 def follows_text(target: Weights) -> HeadWeights:
     """For a target of one layer that sees a window only: does what the target does, from the tokens alone.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -21,12 +21,11 @@ from tandem.errors import InvalidValue
 from tandem.kernels import native
 from tandem.models.config import Model
 from tandem.models.head import Head
-from tandem.models.head_config import HeadConfig
 from tandem.sampling import MAX_DRAFT
 from tandem.speculate.costs import Clock, measure, passes
 from tandem.speculate.draft import MAX_NODES, Speculator
 from tandem.speculate.draft_model import DraftModel
-from tandem.speculate.head_draft import HeadChain, HeadRunner, HeadTree
+from tandem.speculate.head_draft import HeadChain, HeadRunner, HeadTree, ModuleChain
 from tandem.speculate.lookup import Lookup
 from tandem.speculate.none import NoSpeculation
 from tandem.speculate.policy import Adaptive
@@ -59,12 +58,12 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """How to make a speculator once the rows exist. `model` is one whose KV shares the pages, if there is one; `reads`
-    says which features of the target it is fed."""
+    """How to make a speculator once the rows exist. The KV of `model`, or of the modules of a `head`, shares the pages;
+    the first module is fed with features of the target, each further one with the states of the one before it."""
 
     make: Callable[[Site], Speculator]
-    model: Model | Head | None = None
-    reads: HeadConfig | None = None
+    model: Model | None = None
+    modules: tuple[Head, ...] = ()
 
     @classmethod
     def none(cls) -> Drafting:
@@ -98,27 +97,44 @@ class Drafting:
         return cls(make, model)
 
     @classmethod
-    def head(cls, head: Head, clock: Clock = perf_counter) -> Drafting:
-        """Guesses of a head: trees, or chains, and these beside copies if drafts have no fixed length."""
+    def head(cls, modules: Sequence[Head], clock: Clock = perf_counter) -> Drafting:
+        """Guesses of a head of one module or more: trees, or chains, and these beside copies if drafts have no fixed
+        length."""
 
         def make(site: Site) -> Speculator:
-            assert site.target.features is not None
-            config = site.config
-            pool = _pool(head, site.num_pages, config.page_size)
-            runner = HeadRunner(head, pool, site.target.features, site.rows, site.vocab)
-            tree = _shape(config, head.head, site.rule)
-            drawing = HeadChain(runner, site.rule) if tree is None else HeadTree(runner, site.rule, tree)
+            config, rule = site.config, site.rule
+            tree = _shape(config, modules, rule)
+            runner, *further = runners = _runners(modules, site)
+            drawing: HeadTree | HeadChain | ModuleChain
+            if further:
+                drawing = ModuleChain(runners, rule)
+            else:
+                drawing = HeadChain(runner, rule) if tree is None else HeadTree(runner, rule, tree)
             if config.draft_tokens != "auto" or (tree is not None and config.nodes is not None):
                 return drawing
-            costs = measure(passes(site.target, site.rows), runner.measured, site.rows, clock)
+            costs = measure(passes(site.target, site.rows), runner.measured, site.rows, clock, drawing.measured)
             return Adaptive(Lookup(config.lookup_match), drawing, costs, clock, tree, site.mixes)
 
-        return cls(make, head, head.head)
+        return cls(make, modules=tuple(modules))
 
 
-def _shape(config: EngineConfig, head: HeadConfig, rule: Rule) -> Shape | None:
-    """Bounds of the trees that a head drafts; None: chains."""
-    tree = config.tree
+def _runners(modules: Sequence[Head], site: Site) -> list[HeadRunner]:
+    """Each module with its KV, and the features that the one before it leaves to it."""
+    assert site.target.features is not None
+    slots = site.num_pages * site.config.page_size
+    read = [site.target.features]
+    read += [Features.allocate(slots, m.head.features, m.dtype, m.device) for m in modules[1:]]
+    return [
+        HeadRunner(module, _pool(module, site.num_pages, site.config.page_size), fed, site.rows, site.vocab, i, kept)
+        for i, (module, fed, kept) in enumerate(zip(modules, read, [*read[1:], None], strict=True), 1)
+    ]
+
+
+def _shape(config: EngineConfig, modules: Sequence[Head], rule: Rule) -> Shape | None:
+    """Bounds of the trees that a head drafts; None: chains. Raises InvalidValue for trees of several modules."""
+    tree, head = config.tree, modules[0].head
+    if len(modules) > 1 and tree in ("fixed", "dynamic"):
+        raise InvalidValue("tree", tree, f'"none" or "auto": a head of {len(modules)} modules drafts chains')
     if tree == "none" or (tree == "auto" and not (head.format in _EAGLE and rule.trees)):
         return None
     most = MAX_DRAFT if config.draft_tokens == "auto" else max(config.draft_tokens, 1)
@@ -160,10 +176,10 @@ def assemble(target: Model, drafting: Drafting, config: EngineConfig, vocab: int
         InvalidValue: the pool cannot hold what the settings ask for, or the rule cannot verify such drafts.
     """
     vocab = min(vocab or target.config.vocab, target.config.vocab)
-    models: list[Model | Head] = [target] if drafting.model is None else [target, drafting.model]
+    models: list[Model | Head] = [target, *([drafting.model] if drafting.model else drafting.modules)]
     page_bytes = sum(Pool.bytes_per_page(m.config, config.page_size, m.dtype) for m in models)
-    width, taps = (drafting.reads.features, drafting.reads.taps) if drafting.reads is not None else (0, ())
-    page_bytes += config.page_size * width * target.dtype.itemsize
+    read = [module.head.features for module in drafting.modules]
+    page_bytes += config.page_size * sum(read) * target.dtype.itemsize
     num_pages = config.kv_pages or config.kv_bytes // page_bytes
     max_length = _max_length(models, config, num_pages)
     slots = max_length + MAX_NODES + 1
@@ -171,7 +187,8 @@ def assemble(target: Model, drafting: Drafting, config: EngineConfig, vocab: int
     device = torch.device(config.device)
     rows = Rows.allocate(config.max_rows, slots, -(-slots // config.page_size), vocab, device, sampler)
     rule = rule_of(config)
-    features = Features.allocate(num_pages * config.page_size, width, target.dtype, device) if width else None
+    features = Features.allocate(num_pages * config.page_size, read[0], target.dtype, device) if read else None
+    taps = drafting.modules[0].head.taps if read else ()
     runner = Runner(target, _pool(target, num_pages, config.page_size), vocab, features, taps)
     native.use_threads(torch.get_num_threads())
     threads = 1 if all(model.native for model in models) else torch.get_num_threads()

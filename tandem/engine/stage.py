@@ -71,17 +71,18 @@ def stage(table: Rows, spans: Spans, page_size: int, tree: Draft | None = None) 
     return Batch(table.tokens[row_of, place], positions, _slots(table, row_of, place, page_size), plan)
 
 
-def stage_behind(table: Rows, spans: Spans, page_size: int) -> tuple[Batch, Tensor]:
-    """The batch of a model whose entry for a token stands one slot behind its position, so that slot 0 holds nothing.
+def stage_behind(table: Rows, spans: Spans, page_size: int, behind: int = 1) -> tuple[Batch, Tensor]:
+    """The batch of a model whose entry for a token stands `behind` slots behind its position: the first ones of a row
+    hold nothing.
 
     Returns:
         The batch, and [T] the slot before each of its tokens; for a row's first token, its own.
     """
     _, row_of, _, place = _locate(table, spans)
-    before = (place - 1).clamp_(min=0)
-    plan = AttentionPlan(_pages(table, spans, page_size), spans.counts, spans.bounds, place, begin=1)
-    batch = Batch(table.tokens[row_of, place], before, _slots(table, row_of, place, page_size), plan)
-    return batch, _slots(table, row_of, before, page_size)
+    plan = AttentionPlan(_pages(table, spans, page_size), spans.counts, spans.bounds, place, begin=behind)
+    positions, slots = (place - behind).clamp_(min=0), _slots(table, row_of, place, page_size)
+    before = _slots(table, row_of, (place - 1).clamp_(min=0), page_size)
+    return Batch(table.tokens[row_of, place], positions, slots, plan), before
 
 
 def stage_guesses(table: Rows, decoding: Decoding, levels: tuple[int, int], page_size: int, behind: int) -> list[Batch]:

@@ -43,6 +43,8 @@ class HeadConfig:
         fc_bias: whether `fc` has a bias.
         own_head: whether it has an lm_head of its own; else the target's, over its first `layer.vocab` ids.
         mapped: whether its ids are mapped to the target's by `d2t`.
+        modules: how many there are of it, of which the k-th drafts at depth k, fed with the states of the one before it
+            (MTP of several layers); a single one drafts at every depth.
     """
 
     format: str
@@ -63,6 +65,7 @@ class HeadConfig:
     fc_bias: bool = False
     own_head: bool = False
     mapped: bool = False
+    modules: int = 1
 
     @property
     def features(self) -> int:

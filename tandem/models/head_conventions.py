@@ -19,6 +19,7 @@ from tandem.models.config import ModelConfig
 from tandem.models.head_config import HeadConfig
 from tandem.models.huggingface import read_json
 from tandem.models.huggingface_config import parse_config
+from tandem.sampling import MAX_DRAFT
 
 __all__ = ["HeadReader"]
 
@@ -156,9 +157,6 @@ class HeadReader:
             ("num_hidden_layers", self._target.layers),
         ):
             self._same(key, self._raw.get(key), value)
-        count = self._raw.get("num_nextn_predict_layers") or self._raw.get("mtp_num_hidden_layers") or 1
-        if count != 1:
-            self.notes.append(f"of {count} MTP layers the first drafts alone")
         # Qwen's attend to everything; the others go on as the target's layers end.
         window = None if kind == "qwen" else self._target.sliding_window[-1]
         return HeadConfig(
@@ -169,7 +167,19 @@ class HeadReader:
             hidden_first=kind == "mimo",
             embedding_norm=True,
             hidden_norm=True,
+            modules=self._modules(),
         )
+
+    def _modules(self) -> int:
+        """How many MTP layers there are."""
+        for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
+            count = self._raw.get(key) or 0
+            if not _whole(count) or not 0 <= count <= MAX_DRAFT:
+                self._refuse(key, count, f"allowed is 0 to {MAX_DRAFT}")
+            if count:
+                self.notes.append(f"{count} modules, one for each depth" if count > 1 else "one module for every depth")
+                return count
+        return 1
 
     def _tandem(self) -> HeadConfig:
         """Our own: the manifest says everything, and for whom it was made."""

@@ -3,10 +3,12 @@
     eagle         layers.0.*, fc.*                       a folder of its own, EAGLE-1 and 2
     eagle3        midlayer.* or layers.0.*, fc, d2t      a folder of its own (EAGLE, SpecForge, AngelSlim)
     speculators   the same under a config.json of its own kind
-    deepseek      model.layers.{L}.*                     beside the target's tensors: one layer more than it has
+    deepseek      model.layers.{L + k}.*                 beside the target's tensors: layers more than it has
     qwen          mtp.*                                  beside the target's tensors; norms stored as weight - 1
-    mimo          model.mtp_layers.0.*                   beside the target's tensors
+    mimo          model.mtp_layers.{k}.*                 beside the target's tensors
     tandem        the names of `HeadFile`, and a manifest `tandem_head` in config.json
+
+The last three may hold several modules, k = 0, 1 ... Qwen's share all but the layer, `mtp.layers.{k}.*`.
 
 Opening reads headers, and the map of ids: every tensor is there, is known and has its shape, before any is loaded.
 """
@@ -123,8 +125,9 @@ def is_head(path: Path) -> bool:
     return "model.embed_tokens.weight" not in names and _format(raw, names) is not None
 
 
-def open_head(path: Path, target: ModelConfig) -> HeadCheckpoint:
-    """Open the head at `path`, a folder of its own or that of a target with MTP tensors, to draft for `target`.
+def open_head(path: Path, target: ModelConfig, module: int = 0) -> HeadCheckpoint:
+    """Open the head at `path`, a folder of its own or that of a target with MTP tensors, to draft for `target`. Of
+    several modules one is opened (`HeadConfig.modules`).
 
     Raises:
         LoadError: there is none, its parts are missing, unknown or of another shape, it was made for another target,
@@ -138,8 +141,7 @@ def open_head(path: Path, target: ModelConfig) -> HeadCheckpoint:
         names = raw.get("architectures")
         raise LoadError(f"{path}: architectures = {names!r}: no draft head; supported are {', '.join(_RULES)}")
     try:
-        prefix = _prefix(kind, stored, target.layers)
-        own = {name.removeprefix(prefix): part for name, part in stored.items() if name.startswith(prefix)}
+        own = _own(kind, stored, target.layers, module)
         _refuse_unsupported(own, kind, target)
         reader = HeadReader(path, raw, own, target)
         head = reader.read(kind)
@@ -148,7 +150,8 @@ def open_head(path: Path, target: ModelConfig) -> HeadCheckpoint:
         ids = _read_mapping(head, own.get("d2t"), own.get("t2d")) if head.mapped else None
     except LoadError as error:
         raise error if str(error).startswith(str(path)) else LoadError(f"{path}: {error}") from error
-    _log.info("%s: %s", path, "; ".join((_describe(head), *reader.notes)))
+    if not module:
+        _log.info("%s: %s", path, "; ".join((_describe(head), *reader.notes)))
     return HeadCheckpoint(head, parts, ids, reader.hashes)
 
 
@@ -235,14 +238,25 @@ def _format(raw: dict[str, Any], names: Iterable[str]) -> str | None:
     return "deepseek" if any(_EXTRA_LAYER.fullmatch(name) for name in names) else None
 
 
-def _prefix(kind: str, names: Iterable[str], layers: int) -> str:
-    """What a head's names begin with, where they stand beside others; of several layers the first drafts alone."""
+def _own(kind: str, stored: dict[str, _Stored], layers: int, module: int) -> dict[str, _Stored]:
+    """A module's tensors, by their names in it."""
+    prefix = _prefix(kind, stored, layers, module)
+    own = {name.removeprefix(prefix): part for name, part in stored.items() if name.startswith(prefix)}
+    if kind != "qwen":
+        return own
+    mine = f"layers.{module}."
+    kept = {name: part for name, part in own.items() if name.startswith(mine) or not name.startswith("layers.")}
+    return {name.replace(mine, "layers.0.", 1): part for name, part in kept.items()}
+
+
+def _prefix(kind: str, names: Iterable[str], layers: int, module: int) -> str:
+    """What a module's names begin with, where they stand beside others."""
     if kind != "deepseek":
-        return {"qwen": "mtp.", "mimo": "model.mtp_layers.0."}.get(kind, "")
+        return {"qwen": "mtp.", "mimo": f"model.mtp_layers.{module}."}.get(kind, "")
     first = min(int(found[1]) for found in map(_EXTRA_LAYER.fullmatch, names) if found)
     if first != layers:
         raise LoadError(f"num_hidden_layers = {first}, where the head's tensors stand: the target has {layers}")
-    return f"model.layers.{first}."
+    return f"model.layers.{first + module}."
 
 
 def _refuse_unsupported(own: dict[str, _Stored], kind: str, target: ModelConfig) -> None:
@@ -271,7 +285,7 @@ def _named(own: dict[str, _Stored], head: HeadConfig) -> dict[str, _Stored]:
             if part.shape != wanted:
                 raise LoadError(f"tensor {part.name} is {part.shape}; the target's own is {wanted}")
         elif ours is None:
-            if not _unused(name, head.format):
+            if not name.endswith(_DERIVED):
                 raise LoadError(f"tensor {part.name} {part.shape} is not part of a head of format {head.format}")
         elif ours in found:
             raise LoadError(f"tensor {ours} is in the file twice, once as {part.name}")
@@ -286,11 +300,6 @@ def _renamed(name: str, rules: _Rules) -> str | None:
         if found is not None and not name.endswith(_DERIVED):
             return found.expand(ours)
     return None
-
-
-def _unused(name: str, kind: str) -> bool:
-    """What follows from the configuration, and Qwen's further MTP layers."""
-    return name.endswith(_DERIVED) or (kind == "qwen" and re.match(r"layers\.[1-9]", name) is not None)
 
 
 def _check_shapes(parts: dict[str, _Stored], head: HeadConfig) -> None:

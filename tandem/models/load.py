@@ -66,18 +66,21 @@ def model_of(
     return NativeDecoder(weights) if on_kernels else Decoder(weights)
 
 
-def load_head(path: Path, target: Model, width: Width = "auto", outputs: int | None = None) -> Head:
+def load_head(path: Path, target: Model, width: Width = "auto", outputs: int | None = None) -> list[Head]:
     """Load a draft head for a target, with weights of `width`; a borrowed lm_head is cut to `outputs` ids.
 
-    Raises LoadError, also for a head that was made for another target.
+    Returns its modules, mostly one (`HeadConfig.modules`). Raises LoadError, also for a head that was made for another
+    target.
     """
-    checkpoint = open_head(path, target.config)
+    first = open_head(path, target.config)
+    modules = [first, *(open_head(path, target.config, i) for i in range(1, first.head.modules))]
     try:
-        return Head(checkpoint, target, Weights(checkpoint, target.dtype, target.device, width), outputs)
+        return [Head(m, target, Weights(m, target.dtype, target.device, width), outputs) for m in modules]
     except LoadError as error:
         raise LoadError(f"{path}: {error}") from error
     finally:
-        checkpoint.close()
+        for module in modules:
+            module.close()
         _return_freed_memory()
 
 

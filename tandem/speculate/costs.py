@@ -93,14 +93,15 @@ def passes(runner: Runner, rows: Rows) -> Timed:
 
 
 @torch.inference_mode()
-def measure(target: Timed, draft: Timed | None, rows: Rows, clock: Clock) -> Costs:
+def measure(target: Timed, draft: Timed | None, rows: Rows, clock: Clock, observe: Timed | None = None) -> Costs:
     """Time passes of both models over the scratch row: up to three curves of 0.8 seconds each, beside
-    their warm-up passes and the pass that has begun when a curve's time ends."""
-    free = Curve({1: 0.0})
+    their warm-up passes and the pass that has begun when a curve's time ends. `observe` is all that is run over
+    committed tokens, where that is more than a pass of the draft."""
+    free, observe = Curve({1: 0.0}), observe or draft
     return Costs(
         target=_curve(lambda n: _run(target, rows, n, n), _SIZES, clock),
         draft=free if draft is None else _curve(lambda n: _run(draft, rows, n, n), _ROWS, clock),
-        observe=free if draft is None else _curve(lambda n: _run(draft, rows, n, 1), _SIZES, clock),
+        observe=free if observe is None else _curve(lambda n: _run(observe, rows, n, 1), _SIZES, clock),
     )
 
 

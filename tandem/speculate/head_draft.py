@@ -10,12 +10,17 @@ included, and the state of that last run is carried:
     observe    one pass over the whole stretch that was emitted, fed with the target's exact states: it overwrites what
                was computed from guesses, so that nothing of the head's own ever lasts
 
+Of a head of several modules (MTP of several layers) the k-th makes the guess of depth k. It is a head whose target is
+the module before it: at position i it reads the state of module k - 1 at i and token i + k, so that its entry for a
+token stands k slots behind its position, and what it reads stands in the slot before the token, whatever k is.
+
 Sources: Li et al. 2024 (EAGLE, EAGLE-2), 2025 (EAGLE-3); DeepSeek-V3 (MTP).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,23 +42,38 @@ from tandem.speculate.verify import Noise, Rule
 if TYPE_CHECKING:
     from tandem.engine.step import Decoding, Seen
 
-__all__ = ["HeadChain", "HeadRunner", "HeadTree"]
+__all__ = ["HeadChain", "HeadRunner", "HeadTree", "ModuleChain"]
 
 
+@dataclass(frozen=True, slots=True)
 class HeadRunner:
-    """A head with its KV, and the features of the target that it reads."""
+    """A head, or one module of it, with its KV and what it reads.
 
-    def __init__(self, head: Head, pool: Pool, features: Features, rows: Rows, vocab: int) -> None:
-        self.head = head
-        self.pool = pool
-        self.features = features
-        self.rows = rows
-        self.vocab = vocab
+    Attributes:
+        head: the head.
+        pool: its KV.
+        features: what it reads by slot, of the target or of the module before it.
+        rows: the device table.
+        vocab: token ids in use.
+        behind: by how many slots its entry for a token stands behind its position.
+        kept: where its own states go, by slot, if a module behind it reads them.
+    """
+
+    head: Head
+    pool: Pool
+    features: Features
+    rows: Rows
+    vocab: int
+    behind: int = 1
+    kept: Features | None = None
 
     def over_text(self, spans: Spans) -> Tensor:
-        """One pass over committed tokens, fed with the target's states: [T, S] states."""
-        batch, before = stage_behind(self.rows, spans, self.pool.page_size)
-        return self.over(batch, self.head.lift(self.features.read(before)))
+        """One pass over tokens of the rows, fed with the features of the slots before them: [T, S] states."""
+        batch, before = stage_behind(self.rows, spans, self.pool.page_size, self.behind)
+        states = self.over(batch, self.head.lift(self.features.read(before)))
+        if self.kept is not None:
+            self.kept.write(batch.slots, states[:, : self.head.config.hidden])
+        return states
 
     def over(self, batch: Batch, state: Tensor) -> Tensor:
         """One pass over a batch whose tokens come after the states [T or less, H or more]: [T, S] states."""
@@ -106,6 +126,10 @@ class _HeadDraft(Passing):
         carry[seen.spans.index[torch.tensor(done, dtype=torch.int64, device=states.device)]] = states[places]
         return carry
 
+    def measured(self, spans: Spans, wanted: int) -> None:
+        """What `observe` runs, for measuring."""
+        self.runner.measured(spans, wanted)
+
 
 class HeadChain(_HeadDraft):
     """Drafts chains."""
@@ -125,6 +149,47 @@ class HeadChain(_HeadDraft):
 
         logits = runner.logits(carried, whole)
         return draw_chains(decoding, self.rows, self.rule, logits, advance, runner.ids(whole))
+
+
+class ModuleChain(_HeadDraft):
+    """Drafts chains with a module for each depth, so none longer than there are modules."""
+
+    branching = False
+
+    def __init__(self, modules: Sequence[HeadRunner], rule: Rule) -> None:
+        super().__init__(modules[0], rule)
+        self.modules = modules
+        self.max_draft = len(modules)
+
+    def observe(self, seen: Seen, carry: Carry) -> Carry:
+        """Run all modules over the spans, each with the exact states of the one before it."""
+        carry = super().observe(seen, carry)
+        if seen.spans.rows:
+            for module in self.modules[1:]:
+                module.over_text(seen.spans)
+        return carry
+
+    def measured(self, spans: Spans, wanted: int) -> None:
+        """What `observe` runs, for measuring."""
+        for module in self.modules[1:]:
+            module.over_text(spans)
+        super().measured(spans, wanted)
+
+    def _make(self, decoding: Decoding, carried: Tensor) -> Draft:
+        """A module has seen no guess before its turn comes: it runs over all of them."""
+        decoding = replace(decoding, quota=tuple(min(n, self.max_draft) for n in decoding.quota))
+        whole = decoding.needs.by_id or not self.rule.coupled
+        rows, known = tuple(r.row for r in decoding.requests), [r.known for r in decoding.requests]
+
+        def advance(token: Tensor, depth: int) -> Tensor:
+            self.rows.tokens[decoding.index, decoding.known + depth] = token
+            module, count = self.modules[depth + 1], depth + 1
+            bounds = tuple(n + count for n in known)
+            spans = Spans(rows, decoding.index, decoding.known, (count,) * len(rows), bounds)
+            return module.logits(module.over_text(spans)[depth : len(rows) * count : count], whole)
+
+        logits = self.runner.logits(carried, whole)
+        return draw_chains(decoding, self.rows, self.rule, logits, advance, self.runner.ids(whole))
 
 
 class HeadTree(_HeadDraft):

@@ -11,18 +11,18 @@ from safetensors.torch import save_file
 from tandem import LLM, SamplingParams
 from tandem.errors import InvalidValue, LoadError
 from tests.exact.oracle import random_weights, tiny_config
-from tests.models.head_files import LAYERS, TARGET, WHOLE, tensors_of, write
+from tests.models.head_files import COUNTED, LAYERS, TARGET, WHOLE, tensors_of, write
 from tests.toys import byte_hf
 
 
-def model_folder(folder: Path, beside: str | None = None) -> Path:
-    """A model with random weights and a byte tokenizer, and the MTP layer of that kind beside it."""
+def model_folder(folder: Path, beside: str | None = None, modules: int = 1) -> Path:
+    """A model with random weights and a byte tokenizer, and MTP layers of that kind beside it."""
     folder.mkdir()
     byte_hf().save_pretrained(folder)
     tensors = random_weights(3, tiny_config(layers=LAYERS, sliding_window=(None,) * LAYERS)).tensors
-    extra = {} if beside is None else tensors_of(beside)
+    extra = {} if beside is None else tensors_of(beside, modules=modules)
     save_file({n: t.float().contiguous() for n, t in {**tensors, **extra}.items()}, folder / "model.safetensors")
-    depth = {} if beside is None else dict(num_nextn_predict_layers=1)
+    depth = {} if beside is None else {COUNTED[beside]: modules}
     (folder / "config.json").write_text(json.dumps(WHOLE | depth))
     return folder
 
@@ -48,6 +48,20 @@ def test_a_head_in_a_folder_of_its_own(tmp_path: Path, kind: str, dtype: str):
 def test_the_layer_in_the_models_own_files(tmp_path: Path):
     model = model_folder(tmp_path / "model", "deepseek")
     assert answers(model, "mtp", draft_tokens=3) == answers(model, "none")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+@pytest.mark.parametrize("kind", ["deepseek", "qwen", "mimo"])
+def test_several_layers_in_the_models_own_files(tmp_path: Path, kind: str, dtype: str):
+    model = model_folder(tmp_path / "model", kind, modules=3)
+    plain = answers(model, "none", dtype=dtype)
+    for settings in (dict(draft_tokens=2), dict(draft_tokens=8), dict()):
+        assert answers(model, "mtp", dtype=dtype, **settings) == plain, settings
+    with LLM(model, "mtp", max_length=128, kv_pages=64, draft_tokens=8) as llm:
+        out = llm.generate("one", SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True))
+        assert 0 < out.speculation.drafted <= 3 * out.speculation.steps
+    with pytest.raises(InvalidValue, match=r"tree = 'dynamic'.*3 modules"):
+        LLM(model, "mtp", tree="dynamic")
 
 
 def test_what_cannot_be_joined_is_refused_at_start(tmp_path: Path):

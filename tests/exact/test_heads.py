@@ -6,7 +6,9 @@ import pytest
 
 from tandem.config import EngineConfig
 from tandem.engine.build import Drafting, assemble
+from tandem.errors import InvalidValue
 from tandem.sampling import SamplingParams
+from tandem.speculate.costs import Costs, Curve
 from tests import head_toys
 from tests.exact import oracle
 from tests.exact.conftest import (
@@ -24,7 +26,14 @@ from tests.exact.conftest import (
 from tests.exact.conftest import (
     build as build_with,
 )
-from tests.head_toys import HeadWeights, follows_hidden, follows_text, random_head
+from tests.head_toys import (
+    HeadWeights,
+    follows_hidden,
+    follows_text,
+    modules_follow_hidden,
+    random_head,
+    random_modules,
+)
 from tests.toys import writes
 
 TREES = {
@@ -45,10 +54,12 @@ LAYOUTS = {
 }
 
 
-def build(head: HeadWeights, weights: oracle.Weights | None = None, **settings) -> Assembly:
+def build(head: HeadWeights | list[HeadWeights], weights: oracle.Weights | None = None, **settings) -> Assembly:
+    """An engine with a head, or with one of several modules."""
     model = (weights or target()).decoder()
     config = EngineConfig(**{"dtype": "float64", "max_length": 160, "kv_pages": 1700, **settings})
-    return assemble(model, Drafting.head(head.joined(model)), config)
+    modules = head if isinstance(head, list) else [head]
+    return assemble(model, Drafting.head([module.joined(model) for module in modules]), config)
 
 
 def answer(assembly: Assembly, prompt: list[int], **options):
@@ -70,7 +81,17 @@ CASES = [
 @pytest.mark.parametrize(("kind", "layout"), CASES)
 @pytest.mark.parametrize("tree", TREES)
 def test_tokens_equal_the_plain_loop(kind: str, layout: str, tree: str):
-    assembly = build(random_head(target(), kind), max_length=96, **TREES[tree], **LAYOUTS[layout])
+    assert_equal_to_the_plain_loop(random_head(target(), kind), tree, layout)
+
+
+@pytest.mark.parametrize("layout", ["tiny chunks", "mixed", "preemption"])
+@pytest.mark.parametrize("tree", ["chain", "policy"])
+def test_tokens_equal_the_plain_loop_with_several_modules(tree: str, layout: str):
+    assert_equal_to_the_plain_loop(random_modules(target(), 3), tree, layout)
+
+
+def assert_equal_to_the_plain_loop(head: HeadWeights | list[HeadWeights], tree: str, layout: str) -> None:
+    assembly = build(head, max_length=96, **TREES[tree], **LAYOUTS[layout])
     if tree.endswith("policy"):
         upset(assembly.driver.step.speculator)
     requests = [request_of(name, quota=63) for name in SAMPLERS]
@@ -119,6 +140,26 @@ def test_fed_with_the_right_states_a_head_is_always_right(tree: str, chunk: int)
         assert_right(request, 4 if tree == "chain" else 3 if tree == "fixed" else 4)
 
 
+@pytest.mark.parametrize("modules", [2, 3])
+@pytest.mark.parametrize("chunk", [1, 2, 5, 64])
+def test_fed_with_the_right_states_modules_are_always_right(modules: int, chunk: int):
+    """From the first step, for prompts of any length. Drafts end where the modules do."""
+    weights = writes(ORDER)
+    head = modules_follow_hidden(weights, ORDER, modules)
+    for length in (1, 2, 3, 4, 5, 9):
+        assembly = build(head, weights, page_size=4, batch_tokens=chunk, **TREES["chain"])
+        assert_right(answer(assembly, (ORDER * 2)[:length]), modules)
+
+
+def test_in_another_order_modules_are_wrong():
+    """That this oracle is one too."""
+    weights = writes(ORDER)
+    first, second, third = modules_follow_hidden(weights, ORDER, 3)
+    for head, right in (([first, third, second], 1), ([first, second, second], 2), ([second, first, third], 0)):
+        stats = answer(build(head, weights, page_size=4, **TREES["chain"]), ORDER[:5]).speculation
+        assert len(stats.histogram) == right + 1 and stats.accepted >= right * (stats.steps - 2)
+
+
 def assert_right(request, depth: int) -> None:
     """Every step but the last accepts all the depth there is."""
     stats = request.speculation
@@ -133,8 +174,8 @@ def test_fed_with_the_states_of_other_tokens_it_is_not(wrong: int, monkeypatch: 
 
     real = module.stage_behind
 
-    def shifted(table, spans, page_size):
-        batch, before = real(table, spans, page_size)
+    def shifted(table, spans, page_size, behind):
+        batch, before = real(table, spans, page_size, behind)
         return batch, (before + (1 if wrong == 1 else -1)).clamp(min=0)
 
     monkeypatch.setattr(module, "stage_behind", shifted)
@@ -163,11 +204,23 @@ def test_a_head_whose_kv_is_whole_is_always_right(tree: str, chunk: int):
             assert_right(request, 3 if tree == "fixed" else 4)
 
 
+@pytest.mark.parametrize("chunk", [1, 5, 64])
+def test_modules_whose_kv_is_whole_are_always_right(chunk: int):
+    """A module attends to entries made of guesses too, which the modules before it have made meanwhile."""
+    for page in (1, 4, 16):
+        for length in (7, 8, 13):
+            head = [follows_text(windowed())] * 4
+            assembly = build(head, windowed(), page_size=page, batch_tokens=chunk, **TREES["chain"])
+            assert_right(answer(assembly, [(i * 37 + 11) % 299 + 1 for i in range(length)]), 4)
+
+
 @pytest.mark.parametrize("head", ["hidden", "text"])
-@pytest.mark.parametrize("tree", ["chain", "dynamic"])
-def test_it_stays_right_across_prefix_hits_preemption_and_abort(head: str, tree: str):
+@pytest.mark.parametrize(("tree", "modules"), [("chain", 1), ("chain", 4), ("dynamic", 1)])
+def test_it_stays_right_across_prefix_hits_preemption_and_abort(head: str, tree: str, modules: int):
     weights = writes(ORDER) if head == "hidden" else windowed()
     made = follows_hidden(weights, ORDER) if head == "hidden" else follows_text(weights)
+    if modules > 1:
+        made = modules_follow_hidden(weights, ORDER, modules) if head == "hidden" else [made] * modules
     text = (ORDER * 4)[:21]
     warm = build(made, weights, page_size=4, **TREES[tree])
     first = answer(warm, text)
@@ -208,13 +261,16 @@ def serve_all(driver) -> None:
     raise AssertionError("requests did not end")
 
 
-@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
-@pytest.mark.parametrize("tree", ["chain", "dynamic"])
+@pytest.mark.parametrize(
+    ("kind", "tree"),
+    [("mtp", "chain"), ("mtp", "dynamic"), ("eagle3", "chain"), ("eagle3", "dynamic"), ("modules", "chain")],
+)
 def test_acceptance_does_not_depend_on_chunks_pages_or_the_cache(kind: str, tree: str):
+    head = random_modules(target(), 3) if kind == "modules" else random_head(target(), kind)
     text = [(i * 37 + 11) % 299 + 1 for i in range(30)]
     counts = set()
     for settings in (dict(batch_tokens=512), dict(batch_tokens=7), dict(batch_tokens=8, page_size=1)):
-        assembly = build(random_head(target(), kind), **{"page_size": 4, **settings, **TREES[tree]})
+        assembly = build(head, **{"page_size": 4, **settings, **TREES[tree]})
         for _ in range(2):  # the second from the cache
             request = request_of("hot", params_of("hot", max_tokens=30), text, quota=63)
             assembly.driver.scheduler.add(request)
@@ -261,3 +317,36 @@ def test_heads_of_random_weights_are_right_sometimes():
         requests = [request_of(name, quota=63) for name in SAMPLERS]
         serve(build(random_head(target(), kind), max_length=96, **TREES["wide"]), requests)
         assert sum(r.speculation.accepted for r in requests) > 10, kind
+
+
+@pytest.mark.parametrize("tree", ["fixed", "dynamic"])
+def test_several_modules_draft_no_trees(tree: str):
+    with pytest.raises(InvalidValue, match=f"tree = '{tree}'.*2 modules"):
+        build(random_modules(target(), 2), tree=tree)
+
+
+class Settled(Curve):
+    """Costs that are what they are."""
+
+    def correct(self, size, seconds):
+        pass
+
+
+def test_a_policy_drafts_with_several_modules():
+    """It may ask for more than there are modules: it gets what there is, and learns that more is not to be had."""
+    weights = writes(ORDER)
+    assembly = build(modules_follow_hidden(weights, ORDER, 3), weights, page_size=4, tree="none", lookup_match=64)
+    policy = assembly.driver.step.speculator
+    policy.costs = Costs(Settled({1: 1.0, 64: 1.0}), Settled({1: 0.01, 64: 0.01}), Settled({1: 0.01, 64: 0.01}))
+    for _ in range(4):
+        stats = answer(assembly, ORDER[:5]).speculation
+        assert stats.accepted == stats.drafted and len(stats.histogram) <= 4, stats
+    assert stats.steps == 1 + -(-(40 - 1) // (3 + 1))
+
+
+def test_states_that_modules_keep_take_memory():
+    settings = dict(kv_pages=None, kv_bytes=1 << 22, page_size=16, tree="none", draft_tokens=3)
+    pages = [build(random_modules(target(), n), **settings).driver.scheduler.pages.total for n in (1, 3)]
+    # Of each slot: two layers' KV of the target, and of each module a layer's and what it reads.
+    kv, read = 2 * 2 * 16, 64
+    assert pages == [(1 << 22) // (16 * 8 * (2 * kv + n * (kv + read))) - 1 for n in (1, 3)]

@@ -77,6 +77,9 @@ CONFIGS: dict[str, dict] = {
 }
 """One config.json for each kind of checkpoint."""
 
+COUNTED = {"deepseek": "num_nextn_predict_layers", "qwen": "mtp_num_hidden_layers", "mimo": "num_nextn_predict_layers"}
+"""The key that says how many modules there are, where there may be several."""
+
 TAPS = {"eagle3": (2, 3, 5), "eagle3 normed": (2, 3, 3), "eagle3.1": (2, 3, 3), "speculators": (2, 3, 5)}
 
 
@@ -114,8 +117,8 @@ class _Maker:
             self.made["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True)
 
 
-def tensors_of(kind: str, seed: int = 5) -> dict[str, Tensor]:
-    """A random head's tensors under the names of its format."""
+def tensors_of(kind: str, seed: int = 5, modules: int = 1) -> dict[str, Tensor]:
+    """A random head's tensors under the names of its format, of several modules if it is one of `COUNTED`."""
     make = _Maker(torch.Generator().manual_seed(seed), 1.0 if kind == "qwen" else 0.0)
     if kind.startswith("eagle3") or kind == "speculators":
         _eagle3(make, kind)
@@ -133,7 +136,7 @@ def tensors_of(kind: str, seed: int = 5) -> dict[str, Tensor]:
         make.norm("hidden_norm")
         make.norm("model.norm")
     else:
-        _beside_target(make, kind)
+        _beside_target(make, kind, modules)
     return make.made
 
 
@@ -156,19 +159,27 @@ def _eagle3(make: _Maker, kind: str) -> None:
         make.matrix("embed_tokens", VOCAB, HIDDEN)
 
 
-def _beside_target(make: _Maker, kind: str) -> None:
-    prefix, embedding, hidden, last, joined = {
-        "deepseek": (f"model.layers.{LAYERS}.", "enorm", "hnorm", "shared_head.norm", "eh_proj"),
-        "qwen": ("mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc"),
-        "mimo": ("model.mtp_layers.0.", "token_layernorm", "hidden_layernorm", "final_layernorm", "input_proj"),
+def prefix_of(kind: str, module: int = 0) -> str:
+    """What a module's names begin with."""
+    beside = {"deepseek": f"model.layers.{LAYERS + module}.", "qwen": "mtp.", "mimo": f"model.mtp_layers.{module}."}
+    return beside.get(kind, "")
+
+
+def _beside_target(make: _Maker, kind: str, modules: int) -> None:
+    embedding, hidden, last, joined = {
+        "deepseek": ("enorm", "hnorm", "shared_head.norm", "eh_proj"),
+        "qwen": ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc"),
+        "mimo": ("token_layernorm", "hidden_layernorm", "final_layernorm", "input_proj"),
     }[kind]
-    make.layer(f"{prefix}layers.0." if kind == "qwen" else prefix)
-    for name in (embedding, hidden, last):
-        make.norm(prefix + name)
-    make.matrix(prefix + joined, HIDDEN, 2 * HIDDEN)
-    if kind == "deepseek":
-        make.matrix(f"{prefix}embed_tokens", VOCAB, HIDDEN)
-        make.matrix(f"{prefix}shared_head.head", VOCAB, HIDDEN)
+    for module in range(modules):
+        prefix = prefix_of(kind, module)
+        make.layer(f"{prefix}layers.{module}." if kind == "qwen" else prefix)
+        for name in (embedding, hidden, last):
+            make.norm(prefix + name)
+        make.matrix(prefix + joined, HIDDEN, 2 * HIDDEN)
+        if kind == "deepseek":
+            make.matrix(f"{prefix}embed_tokens", VOCAB, HIDDEN)
+            make.matrix(f"{prefix}shared_head.head", VOCAB, HIDDEN)
     make.less = 0.0
     make.matrix("model.embed_tokens", VOCAB, HIDDEN)
     make.matrix("lm_head", VOCAB, HIDDEN)
@@ -220,17 +231,38 @@ def reference(
     return torch.stack(states), torch.stack(logits)
 
 
-class _Reference:
-    """One head in float64, with the keys and values of the positions so far."""
+def reference_of_modules(
+    kind: str, tensors: dict[str, Tensor], outer: Outer, features: Tensor, text: list[int], modules: int
+) -> tuple[Tensor, Tensor]:
+    """What the modules of a head say about a text: module k reads at i the state of module k - 1 at i and token i + k
+    (DeepSeek-V3, section 2.2).
 
-    def __init__(self, kind: str, tensors: dict[str, Tensor], outer: Outer) -> None:
+    Args:
+        features: [n, H] of the target's positions 0 to n - 1, what module 1 reads.
+        text: tokens at positions 0 to n - 1 + modules or more.
+
+    Returns:
+        states [modules, n, H], as the next module reads them, and logits [modules, n, V].
+    """
+    read, states, logits = list(features.double()), [], []
+    for module in range(modules):
+        head = _Reference(kind, {n: t.double() for n, t in tensors.items()}, outer, module)
+        made = [head.step(outer.embedding[text[i + module + 1]], h, i) for i, h in enumerate(read)]
+        read = [state for state, _ in made]
+        states.append(torch.stack(read))
+        logits.append(torch.stack([said for _, said in made]))
+    return torch.stack(states), torch.stack(logits)
+
+
+class _Reference:
+    """One head, or one module of it, in float64, with the keys and values of the positions so far."""
+
+    def __init__(self, kind: str, tensors: dict[str, Tensor], outer: Outer, module: int = 0) -> None:
         self.kind = kind
         self.outer = outer
-        self.prefix = {"deepseek": f"model.layers.{LAYERS}.", "qwen": "mtp.", "mimo": "model.mtp_layers.0."}.get(
-            kind, ""
-        )
-        own = {n.removeprefix(self.prefix): t for n, t in tensors.items() if n.startswith(self.prefix)}
-        self.t = own
+        self.module = module
+        prefix = prefix_of(kind, module)
+        self.t = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
         self.keys: list[Tensor] = []  # [Hkv, D] each
         self.values: list[Tensor] = []
 
@@ -275,7 +307,7 @@ class _Reference:
             x, block, last = self.t["input_proj.weight"] @ both, "", "final_layernorm"
         else:
             both = torch.cat((self.norm(e, "pre_fc_norm_embedding"), self.norm(h, "pre_fc_norm_hidden")))
-            x, block, last = self.t["fc.weight"] @ both, "layers.0.", "norm"
+            x, block, last = self.t["fc.weight"] @ both, f"layers.{self.module}.", "norm"
         out = self.norm(self.block(x, self.norm(x, f"{block}input_layernorm"), block, position), last)
         return out, self.outer.lm_head @ out
 

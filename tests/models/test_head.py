@@ -11,17 +11,27 @@ from tandem.cache.features import Features
 from tandem.cache.pool import Pool
 from tandem.cache.rows import Rows
 from tandem.engine.stage import Spans, stage_guesses
-from tandem.engine.step import Decoding
+from tandem.engine.step import Decoding, Seen
 from tandem.kernels import native
 from tandem.models.head import Head
 from tandem.models.head_formats import open_head
 from tandem.models.load import load_head, model_of
 from tandem.request import Request
 from tandem.sampling import SamplingParams
-from tandem.speculate.head_draft import HeadRunner
+from tandem.speculate.head_draft import HeadRunner, ModuleChain
 from tandem.speculate.law import Needs
 from tests.exact.oracle import Weights, random_weights
-from tests.models.head_files import CONFIGS, TARGET, VOCAB, Outer, reference, tensors_of, write
+from tests.models.head_files import (
+    CONFIGS,
+    COUNTED,
+    TARGET,
+    VOCAB,
+    Outer,
+    reference,
+    reference_of_modules,
+    tensors_of,
+    write,
+)
 
 CPU = torch.device("cpu")
 TEXT = [(i * 37 + 11) % (VOCAB - 1) + 1 for i in range(23)]
@@ -43,10 +53,14 @@ def runner_over(head: Head, values: torch.Tensor) -> tuple[HeadRunner, Request]:
     rows.admit(request)
     rows.pages[0, :10] = torch.tensor([7, 3, 12, 1, 9, 2, 15, 4, 5, 6])
     features = Features.allocate(20 * PAGE, head.head.features, head.dtype, CPU)
-    place = torch.arange(len(values))
-    features.write(rows.pages[0, place // PAGE] * PAGE + place % PAGE, values.to(head.dtype))
+    features.write(slots_of(rows, 0, len(values)), values.to(head.dtype))
     pool = Pool.allocate(head.config, 20, PAGE, head.dtype, CPU)
     return HeadRunner(head, pool, features, rows, VOCAB), request
+
+
+def slots_of(rows: Rows, first: int, last: int) -> torch.Tensor:
+    place = torch.arange(first, last)
+    return rows.pages[0, place // PAGE] * PAGE + place % PAGE
 
 
 def spoken(head: Head, values: torch.Tensor, chunks: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,7 +95,7 @@ def features_of(head) -> torch.Tensor:
 def test_a_head_computes_what_its_file_says(tmp_path: Path, kind: str, chunks: list[int]):
     weights, tensors = target(), tensors_of(kind)
     checkpoint = open_head(write(tmp_path / "head", kind, tensors), TARGET)
-    head = load_head(tmp_path / "head", weights.decoder())
+    (head,) = load_head(tmp_path / "head", weights.decoder())
     values = features_of(checkpoint.head)
     states, logits = spoken(head, values, chunks)
     wanted, said = expected(kind, tensors, weights, values)
@@ -100,7 +114,7 @@ def test_over_native_kernels_it_computes_the_same_to_bfloat16(tmp_path: Path, ki
     weights, tensors = target(), tensors_of(kind)
     model = model_of(weights, torch.bfloat16, CPU)
     write(tmp_path / "head", kind, tensors)
-    head = load_head(tmp_path / "head", model)
+    (head,) = load_head(tmp_path / "head", model)
     assert head.native
     values = features_of(head.head)
     states, logits = spoken(head, values, [9, 14])
@@ -118,7 +132,63 @@ def test_over_native_kernels_it_computes_the_same_to_bfloat16(tmp_path: Path, ki
 def test_a_borrowed_lm_head_is_the_targets_own_memory(tmp_path: Path):
     model = model_of(target(), torch.bfloat16, CPU)
     write(tmp_path / "head", "deepseek")
-    head = load_head(tmp_path / "head", model, outputs=64)
+    (head,) = load_head(tmp_path / "head", model, outputs=64)
     assert head.logits(torch.zeros(1, 64, dtype=torch.bfloat16)).shape == (1, 64)
     assert head._lm_head._packed.data.data_ptr() == model._head.data.data_ptr()
     assert not any("head" in name for name in head.matrices())
+
+
+class Scripted:
+    """A rule that draws given tokens, and keeps what they were drawn from."""
+
+    coupled = True
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+        self.shaped: list[torch.Tensor] = []
+
+    def draw(self, shaped, depth, chance, ids):
+        self.shaped.append(shaped)
+        return torch.tensor([self.tokens[len(self.shaped) - 1]]), None
+
+
+def modules_over(heads: list[Head], values: torch.Tensor, rule: Scripted) -> tuple[ModuleChain, Request]:
+    """The modules of a head over one row, as `runner_over`."""
+    first, request = runner_over(heads[0], values)
+    runners, features = [], first.features
+    for behind, head in enumerate(heads, 1):
+        kept = Features.allocate(20 * PAGE, head.config.hidden, head.dtype, CPU) if behind < len(heads) else None
+        pool = Pool.allocate(head.config, 20, PAGE, head.dtype, CPU)
+        runners.append(HeadRunner(head, pool, features, first.rows, VOCAB, behind, kept))
+        features = kept
+    return ModuleChain(runners, rule), request
+
+
+@pytest.mark.parametrize("kind", COUNTED)
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("chunks", [[23], [1, 22], [2, 1, 1, 11, 8]], ids=str)
+def test_modules_compute_what_their_definition_says(tmp_path: Path, kind: str, count: int, chunks: list[int]):
+    """States over the text in chunks, then a draft: what each guess was drawn from."""
+    weights, tensors = target(), tensors_of(kind, modules=count)
+    write(tmp_path / "head", kind, tensors, **{COUNTED[kind]: count})
+    heads, rule = load_head(tmp_path / "head", weights.decoder()), Scripted(DRAFTED)
+    assert len(heads) == count
+    values = features_of(heads[0].head)
+    chain, request = modules_over(heads, values, rule)
+    carry, index, done = None, torch.tensor([0]), 0
+    for size in chunks:
+        spans = Spans((0,), index, torch.tensor([done]), (size,), (done + size,))
+        done += size
+        carry = chain.observe(Seen(spans, (done == len(TEXT),)), carry)
+    request.observed = request.known
+    decoding = Decoding((request,), index, torch.tensor([len(TEXT)]), (9,), Needs.of([request.params]), 1)
+    draft = chain.draft(decoding, carry)
+    assert draft.tokens.tolist() == [DRAFTED[:count]] and draft.counts == (count,)
+    outer = Outer(weights.tensors["model.embed_tokens.weight"], weights.tensors["lm_head.weight"])
+    states, said = reference_of_modules(kind, tensors, outer, values, TEXT + DRAFTED, count)
+    for k, module in enumerate(chain.modules[:-1], 1):
+        # The entry made at i stands in slot i + k, those of guesses included.
+        kept = module.kept.read(slots_of(module.rows, k, len(TEXT) + k - 1))
+        torch.testing.assert_close(kept, states[k - 1], rtol=1e-9, atol=1e-9)
+    for k in range(count):
+        torch.testing.assert_close(rule.shaped[k][0], said[k, -1], rtol=1e-9, atol=1e-9)

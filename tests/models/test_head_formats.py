@@ -195,8 +195,31 @@ def test_the_log_says_what_was_chosen(tmp_path, caplog):
     assert "final, normed state" in caplog.text and "recycles its raw output" in caplog.text
     assert "fc has no bias" in caplog.text
     caplog.clear()
-    open_head(write(tmp_path / "c", "mimo", num_nextn_predict_layers=3), TARGET)
-    assert "[hidden, embedding]" in caplog.text and "of 3 MTP layers the first" in caplog.text
+    write(tmp_path / "c", "mimo", files.tensors_of("mimo", modules=3), num_nextn_predict_layers=3)
+    open_head(tmp_path / "c", TARGET)
+    assert "[hidden, embedding]" in caplog.text and "3 modules, one for each depth" in caplog.text
+
+
+@pytest.mark.parametrize("kind", BESIDE)
+def test_each_module_has_its_own_tensors(kind, tmp_path):
+    tensors = files.tensors_of(kind, modules=3)
+    write(tmp_path, kind, tensors, **{files.COUNTED[kind]: 3})
+    for module in range(3):
+        opened = open_head(tmp_path, TARGET, module)
+        assert opened.head.modules == 3 and opened.head.layer.layers == 1
+        prefix = files.prefix_of(kind, module) + (f"layers.{module}." if kind == "qwen" else "")
+        ours = opened.tensor("model.layers.0.mlp.up_proj.weight")
+        assert torch.equal(ours, tensors[f"{prefix}mlp.up_proj.weight"])
+    names = HuggingFaceCheckpoint(tmp_path).names()
+    assert not any(name.startswith(("mtp.", "model.mtp_layers.", "model.layers.6.")) for name in names)
+    with pytest.raises(LoadError, match="is missing"):
+        open_head(tmp_path, TARGET, 3)
+
+
+@pytest.mark.parametrize("count", [-1, 33, 1.5, "two", True])
+@pytest.mark.parametrize("kind", BESIDE)
+def test_a_count_of_modules_that_is_none_is_refused(kind, count, tmp_path):
+    refused(write(tmp_path, kind, **{files.COUNTED[kind]: count}), f"{files.COUNTED[kind]} = {count!r}", "0 to 32")
 
 
 def test_conventions_can_be_overridden(tmp_path):

@@ -69,6 +69,21 @@ def test_start_up_measures_all_and_writes_to_the_scratch_page_only():
     assert rows.known.max() == rows.tokens.max() == rows.pages.max() == 0
 
 
+def test_what_is_run_over_committed_tokens_may_be_more_than_a_pass():
+    _, rows = runner_and_rows()
+    now = 0.0
+
+    def taking(seconds: float):
+        def run(spans, wanted):
+            nonlocal now
+            now += seconds
+
+        return run
+
+    costs = measure(taking(0.004), taking(0.001), rows, lambda: now, taking(0.003))
+    assert [round(curve(1), 9) for curve in (costs.target, costs.draft, costs.observe)] == [0.004, 0.001, 0.003]
+
+
 def test_start_up_on_a_slow_machine_stops_early():
     runner, rows = runner_and_rows()
     looks = iter(range(10_000))
