@@ -44,7 +44,8 @@ _CONVENTIONS: dict[str, tuple[object, ...]] = {
 
 _SIZES = ("hidden", "vocab", "layers")
 _HASHES = ("weights", "tokenizer")
-"""What a manifest says, and may say, about the target that a head was made for."""
+"""What a manifest says, and may say, about the target that a head was made for. The tokenizer's digest is compared;
+that of the weights is for people: the same model comes at many widths, and a head drafts for all of them."""
 
 _LAYER_IDS = ("after", "output")
 _MODELOPT = {
@@ -60,16 +61,18 @@ class HeadReader:
 
     Attributes:
         notes: what was chosen where the file leaves it open, for the log.
-        hashes: of the target's "weights" and "tokenizer", where a manifest has them.
     """
 
-    def __init__(self, path: Path, raw: dict[str, Any], tensors: Collection[str], target: ModelConfig) -> None:
+    def __init__(
+        self, path: Path, raw: dict[str, Any], tensors: Collection[str], target: ModelConfig, tokenizer: str | None
+    ) -> None:
+        """`tokenizer` is the digest of the target's, if it is known."""
         self.notes: list[str] = []
-        self.hashes: dict[str, str] = {}
         self._source = path / "config.json"
         self._raw = raw
         self._tensors = tensors
         self._target = target
+        self._tokenizer = tokenizer
         self._overrides: dict[str, Any] = read_json(path / _OVERRIDES) if (path / _OVERRIDES).exists() else {}
         self._manifest = path / _OVERRIDES
 
@@ -195,17 +198,21 @@ class HeadReader:
             if key not in _SIZES and (key not in _HASHES or not isinstance(value, str)):
                 known = f"texts {' and '.join(_HASHES)}"
                 self._refuse(f"tandem_head.target.{key}", value, f"known beside the sizes are the {known}")
-        self.hashes = {key: made_for[key] for key in _HASHES if key in made_for}
-        said = {key: value for key, value in manifest.items() if key != "target"}
+        said, ours = made_for.get("tokenizer"), self._tokenizer
+        if said is not None and ours is not None and said != ours:
+            self._refuse("tandem_head.target.tokenizer", said, f"the target's is {ours!r}")
+        if "weights" in made_for:
+            self.notes.append(f"made for weights {made_for['weights']}")
+        conventions = {key: value for key, value in manifest.items() if key != "target"}
         for key in (*_CONVENTIONS, "taps"):
-            if key not in said:
+            if key not in conventions:
                 raise LoadError(f"{self._source}: tandem_head.{key} is missing; every convention is needed")
         return HeadConfig(
             format="tandem",
             layer=self._layer(self._raw),
             target_hidden=self._target.hidden,
             target_vocab=self._target.vocab,
-            **self._conventions(said, self._source),
+            **self._conventions(conventions, self._source),
         )
 
     def _layer(self, block: dict[str, Any]) -> ModelConfig:

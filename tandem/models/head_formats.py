@@ -125,9 +125,9 @@ def is_head(path: Path) -> bool:
     return "model.embed_tokens.weight" not in names and _format(raw, names) is not None
 
 
-def open_head(path: Path, target: ModelConfig, module: int = 0) -> HeadCheckpoint:
-    """Open the head at `path`, a folder of its own or that of a target with MTP tensors, to draft for `target`. Of
-    several modules one is opened (`HeadConfig.modules`).
+def open_head(path: Path, target: ModelConfig, module: int = 0, tokenizer: str | None = None) -> HeadCheckpoint:
+    """Open the head at `path`, a folder of its own or that of a target with MTP tensors, to draft for `target`, whose
+    tokenizer has that digest, if it is known. Of several modules one is opened (`HeadConfig.modules`).
 
     Raises:
         LoadError: there is none, its parts are missing, unknown or of another shape, it was made for another target,
@@ -143,7 +143,7 @@ def open_head(path: Path, target: ModelConfig, module: int = 0) -> HeadCheckpoin
     try:
         own = _own(kind, stored, target.layers, module)
         _refuse_unsupported(own, kind, target)
-        reader = HeadReader(path, raw, own, target)
+        reader = HeadReader(path, raw, own, target, tokenizer)
         head = reader.read(kind)
         parts = _named(own, head)
         _check_shapes(parts, head)
@@ -152,7 +152,7 @@ def open_head(path: Path, target: ModelConfig, module: int = 0) -> HeadCheckpoin
         raise error if str(error).startswith(str(path)) else LoadError(f"{path}: {error}") from error
     if not module:
         _log.info("%s: %s", path, "; ".join((_describe(head), *reader.notes)))
-    return HeadCheckpoint(head, parts, ids, reader.hashes)
+    return HeadCheckpoint(head, parts, ids)
 
 
 class HeadCheckpoint:
@@ -161,15 +161,11 @@ class HeadCheckpoint:
     Attributes:
         head: its conventions.
         config: the shape of its layers.
-        hashes: of the "weights" and the "tokenizer" of the target that it was made for, if its manifest has them.
     """
 
-    def __init__(
-        self, head: HeadConfig, stored: dict[str, _Stored], ids: Tensor | None, hashes: dict[str, str]
-    ) -> None:
+    def __init__(self, head: HeadConfig, stored: dict[str, _Stored], ids: Tensor | None) -> None:
         self.head = head
         self.config = head.layer
-        self.hashes = hashes
         self._stored = stored
         self._ids = ids
 

@@ -66,14 +66,17 @@ def model_of(
     return NativeDecoder(weights) if on_kernels else Decoder(weights)
 
 
-def load_head(path: Path, target: Model, width: Width = "auto", outputs: int | None = None) -> list[Head]:
-    """Load a draft head for a target, with weights of `width`; a borrowed lm_head is cut to `outputs` ids.
+def load_head(
+    path: Path, target: Model, width: Width = "auto", outputs: int | None = None, tokenizer: str | None = None
+) -> list[Head]:
+    """Load a draft head for a target, with weights of `width`; a borrowed lm_head is cut to `outputs` ids. `tokenizer`
+    is the digest of the target's, if it is known.
 
     Returns its modules, mostly one (`HeadConfig.modules`). Raises LoadError, also for a head that was made for another
     target.
     """
-    first = open_head(path, target.config)
-    modules = [first, *(open_head(path, target.config, i) for i in range(1, first.head.modules))]
+    first = open_head(path, target.config, 0, tokenizer)
+    modules = [first, *(open_head(path, target.config, i, tokenizer) for i in range(1, first.head.modules))]
     try:
         return [Head(m, target, Weights(m, target.dtype, target.device, width), outputs) for m in modules]
     except LoadError as error:

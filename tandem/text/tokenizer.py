@@ -17,6 +17,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from threading import Lock
 
@@ -62,6 +63,13 @@ class Tokenizer:
             name = self._hf.name_or_path or type(self._hf).__name__
             raise LoadError(f"tokenizer {name}: allowed are byte-level BPE and SentencePiece vocabularies")
         self.drops_leading_space: bool = decoder is not None and decoder.decode(["▁a"]) == "a"
+
+    @cached_property
+    def digest(self) -> str:
+        """Names the vocabulary: SHA-256, in hex, of the JSON list of all pairs [id, token] in order, in ASCII and
+        without spaces. Tokens are written as the vocabulary has them, added ones included."""
+        pairs = sorted((token, piece) for piece, token in self._vocabulary.items())
+        return sha256(json.dumps(pairs, separators=(",", ":")).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """Ids of a raw prompt. Empty text has no ids, unless the tokenizer begins every text with BOS."""

@@ -10,8 +10,9 @@ from safetensors.torch import save_file
 
 from tandem import LLM, SamplingParams
 from tandem.errors import InvalidValue, LoadError
+from tandem.text import Tokenizer
 from tests.exact.oracle import random_weights, tiny_config
-from tests.models.head_files import COUNTED, LAYERS, TARGET, WHOLE, tensors_of, write
+from tests.models.head_files import COUNTED, LAYERS, MANIFEST, TARGET, WHOLE, tensors_of, write
 from tests.toys import byte_hf
 
 
@@ -36,10 +37,16 @@ def answers(model: Path, draft: str | Path, **settings: object) -> list[tuple[in
         return [out.token_ids for out in done]
 
 
+def made_for(kind: str) -> dict:
+    """What the manifest of our own format says about the model of these tests."""
+    target = MANIFEST["target"] | dict(tokenizer=Tokenizer(byte_hf()).digest)
+    return dict(tandem_head=MANIFEST | dict(target=target)) if kind == "tandem" else {}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "auto"])
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "speculators", "tandem"])
 def test_a_head_in_a_folder_of_its_own(tmp_path: Path, kind: str, dtype: str):
-    model, head = model_folder(tmp_path / "model"), write(tmp_path / "head", kind)
+    model, head = model_folder(tmp_path / "model"), write(tmp_path / "head", kind, **made_for(kind))
     plain = answers(model, "none", dtype=dtype)
     for settings in (dict(draft_tokens=3, tree="none"), dict(nodes=12, tree="dynamic"), dict()):
         assert answers(model, head, dtype=dtype, **settings) == plain, settings
@@ -71,6 +78,8 @@ def test_what_cannot_be_joined_is_refused_at_start(tmp_path: Path):
     other = write(tmp_path / "wider", "eagle", hidden_size=128)
     with pytest.raises(LoadError, match=f"hidden_size = 128: the target's is {TARGET.hidden}"):
         LLM(model, other)
+    with pytest.raises(LoadError, match=r"tandem_head.target.tokenizer = '5f1c': the target's is '[0-9a-f]{64}'"):
+        LLM(model, write(tmp_path / "another's", "tandem"))
     head = write(tmp_path / "head", "eagle")
     for name, value in (("nodes", 64), ("depth", 0), ("tree_top_k", 64), ("tree", "bush")):
         with pytest.raises(InvalidValue, match=f"{name} = "):

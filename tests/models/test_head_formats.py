@@ -414,8 +414,18 @@ def test_a_llama_head_of_many_names(tmp_path):
         assert open_head(folder, TARGET).head.layer.family == "llama"
 
 
-def test_a_manifest_may_name_its_target(tmp_path):
-    assert open_head(write(tmp_path, "tandem"), TARGET).hashes == {"tokenizer": "5f1c"}
+def test_a_manifest_may_name_its_target(tmp_path, caplog):
+    """Its tokenizer is compared if both are known, its weights are not."""
+    write(tmp_path, "tandem")
+    for known in ("5f1c", None):
+        assert open_head(tmp_path, TARGET, tokenizer=known).head.format == "tandem"
+    with pytest.raises(LoadError, match=r"tandem_head.target.tokenizer = '5f1c': the target's is '77aa'"):
+        open_head(tmp_path, TARGET, tokenizer="77aa")
+    made_for = {key: value for key, value in MANIFEST["target"].items() if key != "tokenizer"} | dict(weights="0b")
+    write(tmp_path, "tandem", tandem_head=MANIFEST | dict(target=made_for))
+    caplog.set_level(logging.INFO, "tandem")
+    assert open_head(tmp_path, TARGET, tokenizer="77aa").head.format == "tandem"
+    assert "made for weights 0b" in caplog.text
 
 
 def test_a_file_is_no_head(tmp_path: Path):

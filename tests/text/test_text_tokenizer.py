@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import sys
@@ -28,6 +29,19 @@ SHORT_TEXT = "The quick brown fox, naïve café. 日本語 👩‍👩‍👧‍
 @pytest.fixture(scope="module")
 def merged(merged_hf):
     return merged_hf(BOS_TEMPLATE)
+
+
+class TestDigest:
+    def test_it_is_the_hash_of_all_pairs_in_order(self, byte_hf):
+        text = '[[0,"\\u00e9"],[1,"\\""],[2,"<s>"],[3,"</s>"],[4,"<|im_start|>"],[5,"<|im_end|>"],[6,"<|pad|>"]]'
+        digest = hashlib.sha256(text.encode("ascii")).hexdigest()
+        assert Tokenizer(byte_hf({'"': 1, "é": 0})).digest == digest
+
+    def test_it_tells_vocabularies_apart_and_nothing_else(self, byte_hf):
+        digest = Tokenizer(byte_hf()).digest
+        assert Tokenizer(byte_hf(template=BOS_TEMPLATE), end_ids=[3]).digest == digest
+        assert Tokenizer(byte_hf(specials=SPECIALS[::-1])).digest != digest
+        assert Tokenizer(byte_hf(specials=SPECIALS[:-1])).digest != digest
 
 
 class TestBytes:
