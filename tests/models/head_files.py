@@ -140,6 +140,24 @@ def tensors_of(kind: str, seed: int = 5, modules: int = 1) -> dict[str, Tensor]:
     return make.made
 
 
+def glm_tensors(copies: bool) -> dict[str, Tensor]:
+    """A dense file as GLM-4.5 names its tensors, which is as DeepSeek does, with biases in attention. Whether the head
+    has `copies` of the target's embedding and lm_head differs from file to file."""
+    made, prefix = tensors_of("deepseek"), prefix_of("deepseek")
+    outer = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+    for name, target in outer.items():
+        if copies:
+            made[prefix + name] = made[target].clone()
+        else:
+            del made[prefix + name]
+    generator = torch.Generator().manual_seed(8)
+    for i in range(LAYERS + 1):
+        for name, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
+            bias = 0.5 * torch.randn(heads * DIM, generator=generator)
+            made[f"model.layers.{i}.self_attn.{name}_proj.bias"] = bias
+    return made
+
+
 def _eagle3(make: _Maker, kind: str) -> None:
     block = "layers.0." if kind in ("speculators", "eagle3.1") else "midlayer."
     make.layer(block, 2 * HIDDEN)
@@ -313,7 +331,10 @@ class _Reference:
 
     def block(self, x: Tensor, read: Tensor, prefix: str, position: int) -> Tensor:
         """The residual stream x through attention, which reads `read`, and the feed-forward network."""
-        q, k, v = (self.t[f"{prefix}self_attn.{n}_proj.weight"] @ read for n in "qkv")
+        q, k, v = (
+            self.t[f"{prefix}self_attn.{n}_proj.weight"] @ read + self.t.get(f"{prefix}self_attn.{n}_proj.bias", 0.0)
+            for n in "qkv"
+        )
         self.keys.append(rotated(k.view(KV_HEADS, DIM), position))
         self.values.append(v.view(KV_HEADS, DIM))
         keys, values = torch.stack(self.keys), torch.stack(self.values)  # [i + 1, Hkv, D]

@@ -15,7 +15,7 @@ from tandem.engine.step import Decoding, Seen
 from tandem.kernels import native
 from tandem.models.head import Head
 from tandem.models.head_formats import open_head
-from tandem.models.load import load_head, model_of
+from tandem.models.load import load_head, load_model, model_of
 from tandem.request import Request
 from tandem.sampling import SamplingParams
 from tandem.speculate.head_draft import HeadRunner, ModuleChain
@@ -27,6 +27,8 @@ from tests.models.head_files import (
     TARGET,
     VOCAB,
     Outer,
+    glm_tensors,
+    prefix_of,
     reference,
     reference_of_modules,
     tensors_of,
@@ -106,6 +108,37 @@ def test_a_head_computes_what_its_file_says(tmp_path: Path, kind: str, chunks: l
         others = torch.ones(VOCAB, dtype=torch.bool)
         others[head.ids] = False
         assert bool((logits[:, others] == -torch.inf).all())
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_glm_names_in_a_dense_file(tmp_path: Path, copies: bool):
+    """The target and the head beside it, both from the one file."""
+    tensors = glm_tensors(copies)
+    write(tmp_path / "glm", "deepseek", tensors, attention_bias=True)
+    model = load_model(tmp_path / "glm", torch.float64, CPU)
+    (head,) = load_head(tmp_path / "glm", model)
+    assert model.config.qkv_bias and head.config.qkv_bias and not head.head.own_head
+    outer = Outer(tensors["model.embed_tokens.weight"].double(), tensors["lm_head.weight"].double())
+    values = features_of(head.head)
+    states, logits = spoken(head, values, [5, 18])
+    wanted, said = reference("deepseek", tensors, outer, values, TEXT[1:], DRAFTED)
+    torch.testing.assert_close(states, wanted, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(logits, said, rtol=1e-9, atol=1e-9)
+
+
+def test_an_lm_head_that_is_no_copy_can_be_asked_for(tmp_path: Path):
+    """By a convention beside the file; by itself the target's is taken for it."""
+    tensors = tensors_of("deepseek")
+    path = write(tmp_path / "own", "deepseek", tensors)
+    (path / "tandem_head.json").write_text('{"own_head": true}')
+    weights = target()
+    (head,) = load_head(path, weights.decoder())
+    embedding = weights.tensors["model.embed_tokens.weight"]
+    lm_head = tensors[f"{prefix_of('deepseek')}shared_head.head.weight"]
+    values = features_of(head.head)
+    _, logits = spoken(head, values, [23])
+    _, said = reference("deepseek", tensors, Outer(embedding, lm_head.double()), values, TEXT[1:], DRAFTED)
+    torch.testing.assert_close(logits, said, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.skipif(not native.paths(), reason="no native kernels here")
