@@ -36,8 +36,8 @@ from tandem.cache.rows import Rows
 from tandem.config import EngineConfig
 from tandem.engine.build import Drafting, Site, assemble, compute_dtype
 from tandem.engine.runner import Runner
-from tandem.engine.stage import stage, stage_guesses
-from tandem.engine.step import Decoding, Seen
+from tandem.engine.stage import Spans, stage, stage_guesses
+from tandem.engine.step import Decoding
 from tandem.hub import resolve
 from tandem.kernels import native
 from tandem.llm import LLM
@@ -94,15 +94,11 @@ class ModelTree(Passing):
 
         return grow(growth, carried, self.runner.logits, level)
 
-    def observe(self, seen: Seen, carry: Carry) -> Carry:
-        """Run over the spans; keep the last states."""
-        if not seen.spans.rows:
-            return carry
-        states = self.runner.forward(stage(self.rows, seen.spans, self.runner.pool.page_size))
-        if carry is None:
-            carry = states.new_zeros(self.rows.known.shape[0], states.shape[1])
-        carry[seen.spans.index] = states[torch.tensor(seen.spans.last(), device=states.device)]
-        return carry
+    def _over(self, spans: Spans) -> Tensor:
+        return self.runner.forward(stage(self.rows, spans, self.runner.pool.page_size))
+
+    def _carried(self, states: Tensor) -> Tensor:
+        return states
 
 
 @dataclass(frozen=True, slots=True)

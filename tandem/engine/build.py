@@ -50,9 +50,9 @@ class Site:
     target: Runner
 
     @property
-    def mixes(self) -> bool:
-        """Whether drafts of two sources may stand in one tree. In the torch twin a tree's node has a chain's bits in
-        float64 alone, so there only who asks for trees gets them."""
+    def branches(self) -> bool:
+        """Whether drafts may be trees though nobody asked for them: in the torch twin a tree's node has a chain's bits
+        in float64 alone."""
         return self.rule.trees and (self.target.model.native or self.target.model.dtype == torch.float64)
 
 
@@ -92,7 +92,7 @@ class Drafting:
             if site.config.draft_tokens != "auto":
                 return drawing
             costs = measure(passes(site.target, site.rows), passes(runner, site.rows), site.rows, clock)
-            return Adaptive(Lookup(site.config.lookup_match), drawing, costs, clock, mixes=site.mixes)
+            return Adaptive(Lookup(site.config.lookup_match), drawing, costs, clock, mixes=site.branches)
 
         return cls(make, model)
 
@@ -103,7 +103,7 @@ class Drafting:
 
         def make(site: Site) -> Speculator:
             config, rule = site.config, site.rule
-            tree = _shape(config, modules, rule)
+            tree = _shape(site, modules)
             runner, *further = runners = _runners(modules, site)
             drawing: HeadTree | HeadChain | ModuleChain
             if further:
@@ -113,7 +113,7 @@ class Drafting:
             if config.draft_tokens != "auto" or (tree is not None and config.nodes is not None):
                 return drawing
             costs = measure(passes(site.target, site.rows), runner.measured, site.rows, clock, drawing.measured)
-            return Adaptive(Lookup(config.lookup_match), drawing, costs, clock, tree, site.mixes)
+            return Adaptive(Lookup(config.lookup_match), drawing, costs, clock, tree, site.branches)
 
         return cls(make, modules=tuple(modules))
 
@@ -125,20 +125,31 @@ def _runners(modules: Sequence[Head], site: Site) -> list[HeadRunner]:
     read = [site.target.features]
     read += [Features.allocate(slots, m.head.features, m.dtype, m.device) for m in modules[1:]]
     return [
-        HeadRunner(module, _pool(module, site.num_pages, site.config.page_size), fed, site.rows, site.vocab, i, kept)
+        HeadRunner(
+            head=module,
+            pool=_pool(module, site.num_pages, site.config.page_size),
+            features=fed,
+            rows=site.rows,
+            vocab=site.vocab,
+            unknown=module.unknown(site.vocab),
+            behind=i,
+            kept=kept,
+        )
         for i, (module, fed, kept) in enumerate(zip(modules, read, [*read[1:], None], strict=True), 1)
     ]
 
 
-def _shape(config: EngineConfig, modules: Sequence[Head], rule: Rule) -> Shape | None:
+def _shape(site: Site, modules: Sequence[Head]) -> Shape | None:
     """Bounds of the trees that a head drafts; None: chains. Raises InvalidValue for trees of several modules."""
-    tree, head = config.tree, modules[0].head
+    config, head = site.config, modules[0]
+    tree = config.tree
     if len(modules) > 1 and tree in ("fixed", "dynamic"):
         raise InvalidValue("tree", tree, f'"none" or "auto": a head of {len(modules)} modules drafts chains')
-    if tree == "none" or (tree == "auto" and not (head.format in _EAGLE and rule.trees)):
+    if tree == "none" or (tree == "auto" and not (head.head.format in _EAGLE and site.branches)):
         return None
     most = MAX_DRAFT if config.draft_tokens == "auto" else max(config.draft_tokens, 1)
-    return Shape(config.nodes or most, config.depth, min(config.tree_top_k, head.layer.vocab), tree == "fixed")
+    top_k = min(config.tree_top_k, head.outputs, site.vocab)
+    return Shape(config.nodes or most, config.depth, top_k, tree == "fixed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +206,8 @@ def assemble(target: Model, drafting: Drafting, config: EngineConfig, vocab: int
     with torch_threads(threads):
         speculator = drafting.make(Site(rows, rule, vocab, num_pages, config, runner))
     check_rule(rule, speculator.branching)
-    scheduler = Scheduler(config, Pages(num_pages, config.page_size), speculator.max_draft)
+    least = speculator.max_draft if speculator.branching else 0  # a tree of few nodes is grown from more
+    scheduler = Scheduler(config, Pages(num_pages, config.page_size), speculator.max_draft, least)
     return Assembly(config, Lockstep(scheduler, Step(runner, speculator, rows, rule)), threads, vocab, max_length)
 
 

@@ -20,12 +20,14 @@ __all__ = ["Scheduler"]
 
 
 class Scheduler:
-    """Queues, rows and pages of one engine. `max_draft` is that of the speculator."""
+    """Queues, rows and pages of one engine. `max_draft` is that of the speculator; while
+    a row drafts it needs slots for `least` nodes, whatever its quota."""
 
-    def __init__(self, config: EngineConfig, pages: Pages, max_draft: int) -> None:
+    def __init__(self, config: EngineConfig, pages: Pages, max_draft: int, least: int = 0) -> None:
         self.config = config
         self.pages = pages
         self.max_draft = max_draft if config.draft_tokens == "auto" else min(max_draft, config.draft_tokens)
+        self.least = least
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.free_rows = list(range(config.max_rows - 1, -1, -1))
@@ -117,6 +119,8 @@ class Scheduler:
             return work
         # The last token that may be emitted is the target's own: drafts stop one before it.
         quota = min(request.quota, request.room - 1)
+        if quota > 0 and self._grow(request, self._slots(request, work.count + max(quota, self.least))):
+            return Work(request, work.count, quota)
         while quota > 0 and not self._grow(request, self._slots(request, work.count + quota)):
             quota -= 1
         return Work(request, work.count, max(quota, 0))

@@ -11,7 +11,7 @@ The embedding is the target's own tensor, and so is the lm_head unless the file 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -38,6 +38,7 @@ class Head:
         head: its conventions.
         config: the shape of its layers, which is that of its KV; positions as far as the target's.
         dtype, device: the target's.
+        outputs: how many ids it may guess.
         ids: [outputs] int64 the target's id of each of its outputs, or None where these are the first ones.
     """
 
@@ -61,29 +62,22 @@ class Head:
         norm = "model.norm.weight" if norms.output_norm else None
         self._layers = layers(weights, 2 * hidden if wide else None, norms.input_norm, norm)
         self._taps = (self.config.layers,) if norms.output_norm and norms.recycle == "pre" else ()
-        self._own_head = self._multiplier("lm_head.weight", self.config.vocab, hidden) if norms.own_head else None
-        # A head of its own has been reduced by whoever trained it.
-        borrowed = min(self.config.vocab, outputs or self.config.vocab)
-        self._lm_head: Callable[[Tensor], Tensor] = self._own_head or target.head(borrowed)
-        ids = checkpoint.mapping() if norms.own_head else None
+        self.outputs = self.config.vocab
+        self._lm_head: Callable[[Tensor], Tensor]
+        if norms.own_head:  # it has been reduced by whoever trained it
+            self._lm_head = self._multiplier("lm_head.weight", self.outputs, hidden)
+        else:
+            self.outputs = min(self.outputs, outputs or self.outputs)
+            self._lm_head = target.head(self.outputs)
+        ids = checkpoint.mapping()
         self.ids = None if ids is None else ids.to(self.device)
         weights.finish()
         del self._weights
 
-    @property
-    def width(self) -> int:
-        """Numbers of a state that it makes."""
-        return self.config.hidden * (1 + len(self._taps))
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of its own weights that one pass reads, a borrowed lm_head not counted."""
-        return sum(matrix.nbytes for matrix in self.matrices().values())
-
-    def matrices(self) -> Mapping[str, Matrix]:
-        """What a pass multiplies with, by name; a borrowed lm_head is not among them."""
-        own = {"fc": self._fc, "feature_fc": self._feature_fc, "head": self._own_head}
-        return {name: matrix for name, matrix in own.items() if matrix is not None} | dict(self._layers.matrices())
+    def unknown(self, vocab: int) -> Tensor:
+        """[U] int64 its outputs that are no token below `vocab`."""
+        ids = torch.arange(self.outputs, device=self.device) if self.ids is None else self.ids
+        return (ids >= vocab).nonzero()[:, 0]
 
     def lift(self, features: Tensor) -> Tensor:
         """[T, F] of the target -> [T, H]."""

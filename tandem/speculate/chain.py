@@ -16,7 +16,8 @@ from tandem.speculate.law import Nodes, shape
 from tandem.speculate.verify import Noise, Rule
 
 if TYPE_CHECKING:
-    from tandem.engine.step import Decoding
+    from tandem.engine.stage import Spans
+    from tandem.engine.step import Decoding, Seen
     from tandem.request import Request
 
 __all__ = ["Passing", "draw_chains"]
@@ -26,6 +27,8 @@ _CHUNK = 512  # most tokens of a request that are run over in one step
 
 class Passing(ABC):
     """A speculator that runs a model over committed tokens and drafts from what it carries of that run, by row."""
+
+    rows: Rows
 
     def draft(self, decoding: Decoding, carry: Carry) -> Draft:
         """Draft for the rows whose whole text it has seen; the others wait."""
@@ -41,6 +44,28 @@ class Passing(ABC):
     def reach(self, request: Request, end: int) -> int:
         """Wants all, a long text in chunks."""
         return min(end, request.observed + _CHUNK) if request.quota else request.observed
+
+    def observe(self, seen: Seen, carry: Carry) -> Carry:
+        """Run over the spans; keep what rows need that will draft next."""
+        if not seen.spans.rows:
+            return carry
+        states, last = self._over(seen.spans), seen.spans.last()
+        done = [i for i, complete in enumerate(seen.complete) if complete]
+        if not done:
+            return carry
+        kept = self._carried(states[torch.tensor([last[i] for i in done], device=states.device)])
+        if carry is None:
+            carry = kept.new_zeros(self.rows.known.shape[0], kept.shape[1])
+        carry[seen.spans.index[torch.tensor(done, device=states.device)]] = kept
+        return carry
+
+    @abstractmethod
+    def _over(self, spans: Spans) -> Tensor:
+        """[T, ...] one pass over committed tokens."""
+
+    @abstractmethod
+    def _carried(self, states: Tensor) -> Tensor:
+        """What is carried of states [K, ...] after the last tokens of rows: [K, ...]."""
 
     @abstractmethod
     def _make(self, decoding: Decoding, carried: Tensor) -> Draft:

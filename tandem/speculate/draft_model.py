@@ -13,19 +13,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from tandem.cache.rows import Rows
 from tandem.engine.runner import Runner
-from tandem.engine.stage import stage, stage_guesses
+from tandem.engine.stage import Spans, stage, stage_guesses
 from tandem.sampling import MAX_DRAFT
 from tandem.speculate.chain import Passing, draw_chains
-from tandem.speculate.draft import Carry, Draft
+from tandem.speculate.draft import Draft
 from tandem.speculate.verify import Rule
 
 if TYPE_CHECKING:
-    from tandem.engine.step import Decoding, Seen
+    from tandem.engine.step import Decoding
 
 __all__ = ["DraftModel"]
 
@@ -44,20 +43,11 @@ class DraftModel(Passing):
     def _make(self, decoding: Decoding, carried: Tensor) -> Draft:
         return draw_chains(decoding, self.rows, self.rule, carried, self._steps(decoding), None)
 
-    def observe(self, seen: Seen, carry: Carry) -> Carry:
-        """Run over the spans; keep the logits of rows that will draft next."""
-        if not seen.spans.rows:
-            return carry
-        hidden = self.runner.forward(stage(self.rows, seen.spans, self.runner.pool.page_size))
-        done = [i for i, complete in enumerate(seen.complete) if complete]
-        if not done:
-            return carry
-        last = seen.spans.last()
-        logits = self.runner.logits(hidden[torch.tensor([last[i] for i in done], device=hidden.device)])
-        if carry is None:
-            carry = logits.new_zeros(self.rows.known.shape[0], self.runner.vocab)
-        carry[seen.spans.index[torch.tensor(done, device=hidden.device)]] = logits
-        return carry
+    def _over(self, spans: Spans) -> Tensor:
+        return self.runner.forward(stage(self.rows, spans, self.runner.pool.page_size))
+
+    def _carried(self, states: Tensor) -> Tensor:
+        return self.runner.logits(states)
 
     def _steps(self, decoding: Decoding) -> Callable[[Tensor, int], Tensor]:
         """What makes one more guess. Rows past their quota write to the scratch page or to free slots."""

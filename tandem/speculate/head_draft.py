@@ -19,11 +19,10 @@ Sources: Li et al. 2024 (EAGLE, EAGLE-2), 2025 (EAGLE-3); DeepSeek-V3 (MTP).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -35,12 +34,12 @@ from tandem.engine.stage import Spans, stage_behind, stage_guesses
 from tandem.models.head import Head
 from tandem.sampling import MAX_DRAFT
 from tandem.speculate.chain import Passing, draw_chains
-from tandem.speculate.draft import Carry, Draft
+from tandem.speculate.draft import Draft
 from tandem.speculate.tree import Growth, Shape, grow
 from tandem.speculate.verify import Noise, Rule
 
 if TYPE_CHECKING:
-    from tandem.engine.step import Decoding, Seen
+    from tandem.engine.step import Decoding
 
 __all__ = ["HeadChain", "HeadRunner", "HeadTree", "ModuleChain"]
 
@@ -56,6 +55,7 @@ class HeadRunner:
         rows: the device table.
         vocab: token ids in use.
         behind: by how many slots its entry for a token stands behind its position.
+        unknown: [U] outputs of the head that are no token in use.
         kept: where its own states go, by slot, if a module behind it reads them.
     """
 
@@ -64,6 +64,7 @@ class HeadRunner:
     features: Features
     rows: Rows
     vocab: int
+    unknown: Tensor
     behind: int = 1
     kept: Features | None = None
 
@@ -81,25 +82,24 @@ class HeadRunner:
             batch = replace(batch, tokens=batch.tokens.clamp(max=self.head.head.target_vocab - 1))
         return self.head.run(pad(state, (0, 0, 0, len(batch.tokens) - len(state))), batch, self.pool)
 
-    def ids(self, whole: bool) -> Tensor | None:
-        """[V] int64 the tokens of the columns of `logits`; None: their numbers."""
-        return None if whole else self.head.ids
+    def known(self, state: Tensor) -> Tensor:
+        """States [K, S] -> [K, outputs] logits of the tokens that the head knows, `head.ids`."""
+        logits = self.head.logits(state)
+        if self.head.ids is None:
+            return logits[:, : self.vocab]
+        return logits.index_fill_(1, self.unknown, float("-inf")) if len(self.unknown) else logits
 
-    def logits(self, state: Tensor, whole: bool) -> Tensor:
-        """States [K, S] -> [K, V]. All tokens in use if the `whole` is wanted, of which those that the head does not
-        know have probability 0; else the ones it knows, see `ids`."""
-        logits, ids = self.head.logits(state), self.head.ids
-        if not whole:
-            return logits if ids is not None else logits[:, : self.vocab]
+    def whole(self, state: Tensor) -> Tensor:
+        """States [K, S] -> [K, vocab] logits; tokens that the head does not know have probability 0."""
+        logits, ids = self.known(state), self.head.ids
         if ids is None:
-            missing = self.vocab - logits.shape[1]
-            return pad(logits, (0, missing), value=float("-inf")) if missing > 0 else logits[:, : self.vocab]
+            return pad(logits, (0, self.vocab - logits.shape[1]), value=float("-inf"))
         all_ids = logits.new_full((len(logits), self.head.head.target_vocab), float("-inf"))
         return all_ids.index_copy_(1, ids, logits)[:, : self.vocab]
 
     def measured(self, spans: Spans, wanted: int) -> None:
         """A pass, and the likeliest guess after each of its first `wanted` tokens, for measuring."""
-        self.logits(self.over_text(spans)[:wanted], False).max(-1).indices.tolist()
+        self.known(self.over_text(spans)[:wanted]).max(-1).indices.tolist()
 
 
 class _HeadDraft(Passing):
@@ -113,18 +113,19 @@ class _HeadDraft(Passing):
         self.rows = runner.rows
         self.rule = rule
 
-    def observe(self, seen: Seen, carry: Carry) -> Carry:
-        """Run over the spans with the target's states; keep the states of rows that will draft next."""
-        if not seen.spans.rows:
-            return carry
-        states = self.runner.over_text(seen.spans)
-        last = seen.spans.last()
-        done = [i for i, complete in enumerate(seen.complete) if complete]
-        if carry is None:
-            carry = states.new_zeros(self.rows.known.shape[0], states.shape[1])
-        places = torch.tensor([last[i] for i in done], dtype=torch.int64, device=states.device)
-        carry[seen.spans.index[torch.tensor(done, dtype=torch.int64, device=states.device)]] = states[places]
-        return carry
+    def _over(self, spans: Spans) -> Tensor:
+        """One pass with the target's states."""
+        return self.runner.over_text(spans)
+
+    def _carried(self, states: Tensor) -> Tensor:
+        return states
+
+    def _columns(self, decoding: Decoding, runner: HeadRunner) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
+        """What makes logits of states [K, S], and [V] the tokens of their columns; None: their numbers. All of them are
+        there where options or the rule ask for some by name."""
+        if decoding.needs.by_id or not self.rule.coupled:
+            return runner.whole, None
+        return runner.known, runner.head.ids
 
     def measured(self, spans: Spans, wanted: int) -> None:
         """What `observe` runs, for measuring."""
@@ -138,17 +139,17 @@ class HeadChain(_HeadDraft):
     branching = False
 
     def _make(self, decoding: Decoding, carried: Tensor) -> Draft:
-        runner, whole = self.runner, decoding.needs.by_id or not self.rule.coupled
+        runner = self.runner
+        logits_of, ids = self._columns(decoding, runner)
         levels = (max(decoding.quota) - 1, 1)
         batches = stage_guesses(self.rows, decoding, levels, runner.pool.page_size, behind=1)
         states = [carried]
 
         def advance(token: Tensor, depth: int) -> Tensor:
             states.append(runner.over(batches[depth].holding(token), states[-1])[: len(token)])
-            return runner.logits(states[-1], whole)
+            return logits_of(states[-1])
 
-        logits = runner.logits(carried, whole)
-        return draw_chains(decoding, self.rows, self.rule, logits, advance, runner.ids(whole))
+        return draw_chains(decoding, self.rows, self.rule, logits_of(carried), advance, ids)
 
 
 class ModuleChain(_HeadDraft):
@@ -161,13 +162,10 @@ class ModuleChain(_HeadDraft):
         self.modules = modules
         self.max_draft = len(modules)
 
-    def observe(self, seen: Seen, carry: Carry) -> Carry:
-        """Run all modules over the spans, each with the exact states of the one before it."""
-        carry = super().observe(seen, carry)
-        if seen.spans.rows:
-            for module in self.modules[1:]:
-                module.over_text(seen.spans)
-        return carry
+    def _over(self, spans: Spans) -> Tensor:
+        """All modules over the spans, each with the exact states of the one before it: those of the first."""
+        states, *_ = [module.over_text(spans) for module in self.modules]
+        return states
 
     def measured(self, spans: Spans, wanted: int) -> None:
         """What `observe` runs, for measuring."""
@@ -178,7 +176,6 @@ class ModuleChain(_HeadDraft):
     def _make(self, decoding: Decoding, carried: Tensor) -> Draft:
         """A module has seen no guess before its turn comes: it runs over all of them."""
         decoding = replace(decoding, quota=tuple(min(n, self.max_draft) for n in decoding.quota))
-        whole = decoding.needs.by_id or not self.rule.coupled
         rows, known = tuple(r.row for r in decoding.requests), [r.known for r in decoding.requests]
 
         def advance(token: Tensor, depth: int) -> Tensor:
@@ -186,10 +183,11 @@ class ModuleChain(_HeadDraft):
             module, count = self.modules[depth + 1], depth + 1
             bounds = tuple(n + count for n in known)
             spans = Spans(rows, decoding.index, decoding.known, (count,) * len(rows), bounds)
-            return module.logits(module.over_text(spans)[depth : len(rows) * count : count], whole)
+            logits_of, _ = self._columns(decoding, module)
+            return logits_of(module.over_text(spans)[depth : len(rows) * count : count])
 
-        logits = self.runner.logits(carried, whole)
-        return draw_chains(decoding, self.rows, self.rule, logits, advance, self.runner.ids(whole))
+        logits_of, ids = self._columns(decoding, self.runner)
+        return draw_chains(decoding, self.rows, self.rule, logits_of(carried), advance, ids)
 
 
 class HeadTree(_HeadDraft):
@@ -204,13 +202,14 @@ class HeadTree(_HeadDraft):
         self.max_draft = max(shape.nodes, (shape.depth - 1) * shape.width)
 
     def _make(self, decoding: Decoding, carried: Tensor) -> Draft:
-        runner, whole = self.runner, decoding.needs.by_id
+        runner = self.runner
+        logits_of, ids = self._columns(decoding, runner)
         noise = Noise.of(self.rows, decoding.index, decoding.needs)
-        growth = Growth(decoding, self.rows, self.shape, noise, runner.ids(whole))
+        growth = Growth(decoding, self.rows, self.shape, noise, ids)
         batches = stage_guesses(self.rows, decoding, growth.levels, runner.pool.page_size, behind=1)
 
         def level(tokens: Tensor, words: Tensor, depth: int, state: Tensor) -> Tensor:
             batch = batches[depth - 1].holding(tokens.flatten(), words.flatten() if tokens.shape[1] > 1 else None)
             return runner.over(batch, state.flatten(0, 1))[: tokens.numel()].view(*tokens.shape, -1)
 
-        return grow(growth, carried, lambda state: runner.logits(state, whole), level)
+        return grow(growth, carried, logits_of, level)

@@ -123,7 +123,8 @@ class Adaptive:
         beside its guesses in one tree."""
         self.branching = tree is not None or mixes
         self.mixes = mixes
-        most, self._width = (MAX_DRAFT, 1) if tree is None else (tree.depth, tree.width)
+        chain = MAX_DRAFT if model is None else model.max_draft
+        most, self._width = (chain, 1) if tree is None else (tree.depth, tree.width)
         self._depths = np.unique(np.minimum(_DEPTHS, most))
         self.max_draft = MAX_DRAFT if model is None else max(MAX_DRAFT, model.max_draft)
         self.drawn: Estimates = ChainAcceptance(_DRAWN) if tree is None else TreeAcceptance(_DRAWN, tree)

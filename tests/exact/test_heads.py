@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tandem.bench.ranks import Recorder
 from tandem.config import EngineConfig
 from tandem.engine.build import Drafting, assemble
 from tandem.errors import InvalidValue
@@ -204,6 +205,39 @@ def test_a_head_whose_kv_is_whole_is_always_right(tree: str, chunk: int):
             assert_right(request, 3 if tree == "fixed" else 4)
 
 
+def test_a_tree_of_few_nodes_is_grown_from_more_slots():
+    """Whoever says how few, and rows that grow trees side by side do not write into each other's."""
+    steps = []
+    for few in (dict(nodes=8), dict(draft_tokens=8)):
+        head = follows_text(windowed())
+        assembly = build(head, windowed(), page_size=1, tree="dynamic", depth=5, tree_top_k=4, **few)
+        requests = []
+        for i in range(4):
+            prompt = [(i * 7 + j * 37 + 11) % 299 + 1 for j in range(8)]
+            requests.append(request_of("greedy", SamplingParams(temperature=0.0, max_tokens=40), prompt))
+            requests[-1].stops, requests[-1].limit, requests[-1].quota = frozenset(), 48, 63
+        serve(assembly, requests)
+        steps.append([r.speculation.steps for r in requests])
+    alone = []
+    for request in requests:
+        assembly = build(head, windowed(), page_size=1, tree="dynamic", depth=5, tree_top_k=4, **few)
+        alone.append(answer(assembly, request.tokens[:8]).speculation.steps)
+    assert steps == [alone, alone] and max(alone) <= 10
+
+
+@pytest.mark.parametrize("rule", ["match", "threshold"])
+@pytest.mark.parametrize("tree", ["chain", "dynamic"])
+def test_a_head_may_know_tokens_that_are_not_in_use(tree: str, rule: str):
+    """And fewer than a tree considers for each node."""
+    model = target().decoder()
+    settings = dict(dtype="float64", max_length=96, kv_pages=200, rule=rule, threshold=0.0, **TREES[tree])
+    for kind, outputs in (("eagle3", None), ("mtp", 2), ("mtp", None)):
+        head = random_head(target(), kind).joined(model, outputs)
+        assembly = assemble(model, Drafting.head([head]), EngineConfig(**settings), vocab=200)
+        request = answer(assembly, [5, 6, 7])
+        assert len(request.output) == 40 and request.speculation.drafted > 0
+
+
 @pytest.mark.parametrize("chunk", [1, 5, 64])
 def test_modules_whose_kv_is_whole_are_always_right(chunk: int):
     """A module attends to entries made of guesses too, which the modules before it have made meanwhile."""
@@ -232,6 +266,7 @@ def test_it_stays_right_across_prefix_hits_preemption_and_abort(head: str, tree:
     assert_right(again, 4)
     # Few pages, and one that goes away.
     tight = build(made, weights, page_size=4, kv_pages=40, max_length=100, max_rows=4, **TREES[tree])
+    tight.driver.step.rule = recorder = Recorder(tight.driver.step.rule)
     requests = []
     for i in range(4):
         request = request_of("greedy", SamplingParams(temperature=0.0, max_tokens=40), (ORDER * 4)[i : i + 17 + i])
@@ -250,6 +285,9 @@ def test_it_stays_right_across_prefix_hits_preemption_and_abort(head: str, tree:
         assert len(request.output) == 40
         if tree == "chain":
             assert stats.accepted == stats.drafted > 0
+    for draft, verdict in recorder.judged:  # the first child of a root is right
+        assert all(n > 1 for n, drafted in zip(verdict.counts.tolist(), draft.counts, strict=True) if drafted)
+    assert len(recorder.judged) > 10
 
 
 def serve_all(driver) -> None:
