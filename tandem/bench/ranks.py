@@ -1,7 +1,8 @@
 """Acceptance by rank: whether the accepted node was its parent's first child, its second, and so on.
 
 Siblings are ranked by their node numbers, and drafters give likelier ones the lower number. A node of a chain is always
-a first child. The step knows nothing of this: while an answer is timed, its rule is one that keeps what it decides, and
+a first child; a copy that stands beside a model's guesses counts behind its siblings among these, a copy of one of them
+too, which no walk takes. The step knows nothing of this: while an answer is timed, its rule is one that keeps what it decides, and
 the ranks are counted when the answer is there.
 """
 
