@@ -2,8 +2,8 @@
 
 Siblings are ranked by their node numbers, and drafters give likelier ones the lower number. A node of a chain is always
 a first child; a copy that stands beside a model's guesses counts behind its siblings among these, a copy of one of them
-too, which no walk takes. The step knows nothing of this: while an answer is timed, its rule is one that keeps what it decides, and
-the ranks are counted when the answer is there.
+too, which no walk takes. The step knows nothing of this: while an answer is timed, its rule is one that keeps what it
+decides, and the ranks are counted when the answer is there.
 """
 
 from __future__ import annotations
