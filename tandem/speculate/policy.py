@@ -255,6 +255,7 @@ class Adaptive:
         copies += np.minimum(chosen_copies, quota - chosen_draws)
         draws += chosen_draws
         self._try_copies(rows, copies, draws)
+        np.minimum(draws, quota - copies, out=draws)
         self._try_model(requests, seen & most[:, 0], copies, draws)
         return _Choice(tuple(copies.tolist()), tuple(draws.tolist()), max(depth, deep, 1), kinds)
 

@@ -106,7 +106,7 @@ def tiny_llm(model: str = "tiny", draft: str = "lookup", **settings: object) -> 
     weights = oracle.random_weights()
     target = weights.decoder()
     if draft == "head":
-        drafting = Drafting.head(random_head(weights, "eagle").joined(target))
+        drafting = Drafting.head([random_head(weights, "eagle").joined(target)])
     else:
         drafting = Drafting.none() if draft == "none" else Drafting.lookup()
     tokenizer = byte_tokenizer()

@@ -156,7 +156,7 @@ def test_a_stop_that_cuts_a_tree_is_counted_as_the_request_counts_it(stop):
     weights = writes(order)
     model = weights.decoder()
     config = EngineConfig(dtype="float64", max_length=100, kv_pages=60, nodes=9, depth=4, tree="dynamic", tree_top_k=3)
-    drafting = Drafting.head(follows_hidden(weights, order).joined(model))
+    drafting = Drafting.head([follows_hidden(weights, order).joined(model)])
     params = SamplingParams(temperature=0.0, max_tokens=30, stop_token_ids=(order[stop],))
     with LLM.from_parts(assemble(model, drafting, config, 258), byte_tokenizer()) as llm:
         sample = ask_ranked(llm, order[:3], params)

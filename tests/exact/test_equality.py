@@ -58,7 +58,7 @@ def test_the_policy_does_everything_in_these_cases(kind):
     speculator.draft, speculator.observe = watch_draft, watch_observe
     requests = [request_of(name) for name in SAMPLERS]
     serve(assembly, requests, arrivals=1)
-    assert {0, 1, 2} < lengths and max(lengths) > 4
+    assert 0 in lengths and min(lengths - {0}) <= 4 < max(lengths)
     assert sum(r.speculation.accepted for r in requests) > 0
     if kind == "policy lookup":
         assert not any(shown)
