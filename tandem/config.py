@@ -109,7 +109,9 @@ class EngineConfig:
         if length != "auto" and (type(length) is not int or not 0 <= length <= MAX_DRAFT):
             raise InvalidValue("draft_tokens", length, f'a whole number from 0 to {MAX_DRAFT} or "auto"')
         if self.nodes is not None and length not in ("auto", 0):
-            raise InvalidValue("nodes", self.nodes, f"not given where draft_tokens = {length} says how many")
+            raise InvalidValue("nodes", self.nodes, f"None where draft_tokens = {length} says how many")
+        if self.nodes is not None and self.tree == "none":
+            raise InvalidValue("nodes", self.nodes, 'None where tree is "none"')
         for name in ("prefix_cache", "mixed_drafts"):
             check_flag(name, getattr(self, name))
         if not isinstance(self.device, str) or self.device.partition(":")[0] not in DEVICES:

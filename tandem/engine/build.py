@@ -51,8 +51,8 @@ class Site:
 
     @property
     def branches(self) -> bool:
-        """Whether drafts may be trees though nobody asked for them: in the torch twin a tree's node has a chain's bits
-        in float64 alone."""
+        """Whether drafts may be trees though nobody asked for them: in the torch twin a tree's node differs from a
+        chain's in the last bits, which only float64 has to spare."""
         return self.rule.trees and (self.target.model.native or self.target.model.dtype == torch.float64)
 
 

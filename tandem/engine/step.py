@@ -161,9 +161,9 @@ class Step:
         rows.known[decoding.index] = known + verdict.counts
         rows.length[decoding.index] = known + verdict.counts - 1
         if rows.counts is not None:
-            real = (steps < verdict.counts[:, None]).to(rows.counts.dtype)
-            where = (decoding.index[:, None].expand_as(verdict.tokens), verdict.tokens)
-            rows.counts.index_put_(where, real, accumulate=True)
+            real = steps < verdict.counts[:, None]
+            where = (decoding.index[:, None].expand_as(verdict.tokens), verdict.tokens.masked_fill(~real, 0))
+            rows.counts.index_put_(where, real.to(rows.counts.dtype), accumulate=True)
         if draft.branching:
             self._compact(decoding, verdict)
 

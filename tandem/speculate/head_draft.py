@@ -82,8 +82,13 @@ class HeadRunner:
             batch = replace(batch, tokens=batch.tokens.clamp(max=self.head.head.target_vocab - 1))
         return self.head.run(pad(state, (0, 0, 0, len(batch.tokens) - len(state))), batch, self.pool)
 
+    def ids(self) -> Tensor | None:
+        """[outputs] int64 the tokens of the columns of `known`, 0 for what is none in use; None: their numbers."""
+        ids = self.head.ids
+        return ids if ids is None or not len(self.unknown) else ids.index_fill(0, self.unknown, 0)
+
     def known(self, state: Tensor) -> Tensor:
-        """States [K, S] -> [K, outputs] logits of the tokens that the head knows, `head.ids`."""
+        """States [K, S] -> [K, outputs] logits of the tokens that the head knows, see `ids`."""
         logits = self.head.logits(state)
         if self.head.ids is None:
             return logits[:, : self.vocab]
@@ -125,7 +130,7 @@ class _HeadDraft(Passing):
         there where options or the rule ask for some by name."""
         if decoding.needs.by_id or not self.rule.coupled:
             return runner.whole, None
-        return runner.known, runner.head.ids
+        return runner.known, runner.ids()
 
     def measured(self, spans: Spans, wanted: int) -> None:
         """What `observe` runs, for measuring."""

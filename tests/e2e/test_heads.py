@@ -84,5 +84,8 @@ def test_what_cannot_be_joined_is_refused_at_start(tmp_path: Path):
     for name, value in (("nodes", 64), ("depth", 0), ("tree_top_k", 64), ("tree", "bush")):
         with pytest.raises(InvalidValue, match=f"{name} = "):
             LLM(model, head, **{name: value})
+    for settings in (dict(draft_tokens=4), dict(tree="none")):
+        with pytest.raises(InvalidValue, match="nodes = 8: allowed is None where"):
+            LLM(model, head, nodes=8, **settings)
     with pytest.raises(InvalidValue, match="rule = 'ratio'"):
         LLM(model, head, rule="ratio", tree="dynamic")

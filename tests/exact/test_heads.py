@@ -234,8 +234,9 @@ def test_a_head_may_know_tokens_that_are_not_in_use(tree: str, rule: str):
     for kind, outputs in (("eagle3", None), ("mtp", 2), ("mtp", None)):
         head = random_head(target(), kind).joined(model, outputs)
         assembly = assemble(model, Drafting.head([head]), EngineConfig(**settings), vocab=200)
-        request = answer(assembly, [5, 6, 7])
-        assert len(request.output) == 40 and request.speculation.drafted > 0
+        for options in ({}, {"presence_penalty": 1.0}, {"temperature": 0.7, "top_k": 1}, {}):
+            request = answer(assembly, [5, 6, 7], **options)
+            assert len(request.output) == 40 and request.speculation.drafted > 0
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 64])
