@@ -424,6 +424,32 @@ def test_a_tree_speculator_needs_a_rule_for_trees():
         assemble(target().decoder(), drafting("tree"), EngineConfig(dtype="float64", rule="ratio", kv_pages=50))
 
 
+def test_a_guess_whose_numbers_are_not_finite_ends_nothing():
+    """Without it nobody would know of them."""
+    from tandem.speculate.draft import Draft
+
+    class Wrong:
+        max_draft, branching = 2, False
+
+        def draft(self, decoding, carry):
+            return Draft.chain_of([[5] * n for n in decoding.quota], decoding.index.device)
+
+        def reach(self, request, end):
+            return request.observed
+
+        def observe(self, seen, carry):
+            return carry
+
+    with llm_of(writes(ALPHABET), "lookup") as llm:
+        plain = llm.generate("a", greedy(max_tokens=12))
+        assert 5 not in plain.token_ids
+        llm.engine.driver.step.target.model._embedding[5] = math.nan
+        llm.engine.driver.step.speculator = Wrong()
+        guessed = llm.generate("a", greedy(max_tokens=12))
+        assert guessed.token_ids == plain.token_ids and guessed.finish_reason == plain.finish_reason
+        assert guessed.speculation.drafted > 0
+
+
 def test_a_request_whose_numbers_are_not_finite_ends_alone_and_leaves_no_trace():
     """Its pages go to the next request, which reads their unwritten slots with weight 0."""
     weights = random_weights(3, tiny_config(vocab=VOCAB))

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import tandem.llm
 from tandem.errors import InvalidValue, LoadError
+from tandem.kernels import native
 from tandem.llm import LLM
 from tandem.sampling import SamplingParams
 from tests.toys import byte_hf
@@ -115,6 +116,14 @@ def test_loading_leaves_no_workers_beside_the_engines(target, tmp_path, monkeypa
         assert len(loaders) == 2
         assert not any(thread.is_alive() for thread in loaders)
         assert threading.main_thread() not in loaders and llm.engine._thread not in loaders
+
+
+def test_the_threads_of_one_engine_are_not_those_of_the_next(target):
+    usual = torch.get_num_threads()
+    for asked in (1, None, 2, None):
+        with LLM(target, "none", max_length=128, threads=asked):
+            assert native.threads() == (asked or usual)
+            assert torch.get_num_threads() == usual
 
 
 def test_unknown_names_are_refused_with_the_known_ones(target):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from tandem.engine.engine import Engine
+from tandem.errors import EngineFailure
 from tandem.request import Request
 from tandem.sampling import SamplingParams
 from tandem.threads import torch_threads
@@ -54,6 +56,21 @@ class Probe:
         torch.ones(1 << 16).sum()
         self.counts.append(torch.get_num_threads())
         raise RuntimeError("seen")
+
+
+def test_an_engine_is_closed_in_a_forked_process():
+    """Its thread is not there: nobody would ever answer. The parent's goes on."""
+    engine = Engine(Probe(), 1)  # type: ignore[arg-type]
+    request = Request(id="r", tokens=[1], params=SamplingParams(), seed=0, stops=frozenset(), limit=9, quota=0)
+    if not (child := os.fork()):
+        try:
+            engine.submit(request)
+        except EngineFailure:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert isinstance(engine.submit(request).get(timeout=20), Exception)  # the probe's own
+    engine.close()
 
 
 @pytest.mark.parametrize("here", [1, 2])
