@@ -38,7 +38,7 @@ nightly: setup
 cross: setup
 	$(BIN)/python -m pip install --quiet ziglang
 	for file in portable api pack team; do $(BIN)/python -m ziglang c++ -target aarch64-linux-gnu -std=c++20 -Wall \
-		-fsyntax-only tandem/kernels/cpu/$$file.cpp || exit 1; done
+		-c -o /dev/null tandem/kernels/cpu/$$file.cpp || exit 1; done
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
