@@ -36,9 +36,9 @@ nightly: setup
 
 # The portable kernels must compile for other processors too.
 cross: setup
-	$(BIN)/python -m pip install --quiet ziglang
+	$(BIN)/python -m pip install --quiet ziglang && mkdir -p build
 	for file in portable api pack team; do $(BIN)/python -m ziglang c++ -target aarch64-linux-gnu -std=c++20 -Wall \
-		-c -o /dev/null tandem/kernels/cpu/$$file.cpp || exit 1; done
+		-c -o build/cross.o tandem/kernels/cpu/$$file.cpp || exit 1; done
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
