@@ -7,12 +7,33 @@ what a head has not seen yet it can be shown at any time, from the first token o
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from tandem.kernels.memory import lend
 
-__all__ = ["Features"]
+__all__ = ["Features", "Reading"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What is kept of the target's states: the residual stream after so many layers, tap by tap, and behind these the
+    final, normed state, if that is wanted."""
+
+    taps: tuple[int, ...]
+    final: bool
+
+    def width(self, hidden: int) -> int:
+        """F, of a target whose states are `hidden` wide."""
+        return hidden * (len(self.taps) + self.final)
+
+    def of(self, hidden: Tensor, tapped: Tensor) -> Tensor:
+        """[T, F] from final states [T, H] and tapped ones [T, len(taps) * H]."""
+        if not self.taps:
+            return hidden
+        return torch.cat((tapped, hidden), 1) if self.final else tapped
 
 
 class Features:

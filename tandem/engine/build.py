@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
 
-from tandem.cache.features import Features
+from tandem.cache.features import Features, Reading
 from tandem.cache.pages import Pages
 from tandem.cache.pool import Pool
 from tandem.cache.rows import Rows
@@ -33,9 +33,9 @@ from tandem.speculate.tree import Shape
 from tandem.speculate.verify import Rule, check_rule, rule_of
 from tandem.threads import torch_threads
 
-_EAGLE = ("eagle", "eagle3", "speculators")
+_TREES = ("eagle", "eagle3", "speculators", "tandem")  # formats of heads that draft trees unless something is said
 
-__all__ = ["Assembly", "Drafting", "Site", "assemble", "compute_dtype"]
+__all__ = ["Assembly", "Drafting", "Site", "assemble", "compute_dtype", "head_runners"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +59,13 @@ class Site:
 @dataclass(frozen=True, slots=True)
 class Drafting:
     """How to make a speculator once the rows exist. The KV of `model`, or of the modules of a `head`, shares the pages;
-    the first module is fed with features of the target, each further one with the states of the one before it."""
+    the first module is fed with features of the target, each further one with the states of the one before it.
+    `reading` is what is kept of the target's states, for a head or whoever else looks at them."""
 
     make: Callable[[Site], Speculator]
     model: Model | None = None
     modules: tuple[Head, ...] = ()
+    reading: Reading | None = None
 
     @classmethod
     def none(cls) -> Drafting:
@@ -104,7 +106,7 @@ class Drafting:
         def make(site: Site) -> Speculator:
             config, rule = site.config, site.rule
             tree = _shape(site, modules)
-            runner, *further = runners = _runners(modules, site)
+            runner, *further = runners = head_runners(modules, site)
             drawing: HeadTree | HeadChain | ModuleChain
             if further:
                 drawing = ModuleChain(runners, rule)
@@ -115,10 +117,10 @@ class Drafting:
             costs = measure(passes(site.target, site.rows), runner.measured, site.rows, clock, drawing.measured)
             return Adaptive(Lookup(config.lookup_match), drawing, costs, clock, tree, site.branches)
 
-        return cls(make, modules=tuple(modules))
+        return cls(make, modules=tuple(modules), reading=modules[0].head.reading)
 
 
-def _runners(modules: Sequence[Head], site: Site) -> list[HeadRunner]:
+def head_runners(modules: Sequence[Head], site: Site) -> list[HeadRunner]:
     """Each module with its KV, and the features that the one before it leaves to it."""
     assert site.target.features is not None
     slots = site.num_pages * site.config.page_size
@@ -145,7 +147,7 @@ def _shape(site: Site, modules: Sequence[Head]) -> Shape | None:
     tree = config.tree
     if len(modules) > 1 and tree in ("fixed", "dynamic"):
         raise InvalidValue("tree", tree, f'"none" or "auto": a head of {len(modules)} modules drafts chains')
-    if tree == "none" or (tree == "auto" and not (head.head.format in _EAGLE and site.branches)):
+    if tree == "none" or (tree == "auto" and not (head.head.format in _TREES and site.branches)):
         return None
     most = MAX_DRAFT if config.draft_tokens == "auto" else max(config.draft_tokens, 1)
     top_k = min(config.tree_top_k, head.outputs, site.vocab)
@@ -189,8 +191,10 @@ def assemble(target: Model, drafting: Drafting, config: EngineConfig, vocab: int
     vocab = min(vocab or target.config.vocab, target.config.vocab)
     models: list[Model | Head] = [target, *([drafting.model] if drafting.model else drafting.modules)]
     page_bytes = sum(Pool.bytes_per_page(m.config, config.page_size, m.dtype) for m in models)
-    read = [module.head.features for module in drafting.modules]
-    page_bytes += config.page_size * sum(read) * target.dtype.itemsize
+    reading = drafting.reading
+    width = reading.width(target.config.hidden) if reading else 0
+    read = width + sum(module.head.features for module in drafting.modules[1:])
+    page_bytes += config.page_size * read * target.dtype.itemsize
     num_pages = config.kv_pages or config.kv_bytes // page_bytes
     max_length = _max_length(models, config, num_pages)
     slots = max_length + MAX_NODES + 1
@@ -198,9 +202,10 @@ def assemble(target: Model, drafting: Drafting, config: EngineConfig, vocab: int
     device = torch.device(config.device)
     rows = Rows.allocate(config.max_rows, slots, -(-slots // config.page_size), vocab, device, sampler)
     rule = rule_of(config)
-    features = Features.allocate(num_pages * config.page_size, read[0], target.dtype, device) if read else None
-    taps = drafting.modules[0].head.taps if read else ()
-    runner = Runner(target, _pool(target, num_pages, config.page_size), vocab, features, taps)
+    runner = Runner(target, _pool(target, num_pages, config.page_size), vocab)
+    if reading:
+        features = Features.allocate(num_pages * config.page_size, width, target.dtype, device)
+        runner = replace(runner, features=features, reading=reading)
     native.use_threads(torch.get_num_threads())
     threads = 1 if all(model.native for model in models) else torch.get_num_threads()
     with torch_threads(threads):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tandem.cache.features import Features
+from tandem.cache.features import Features, Reading
 from tandem.cache.pool import Pool
 from tandem.engine.batch import Batch
 from tandem.models.config import Model
@@ -19,22 +19,22 @@ __all__ = ["Runner"]
 class Runner:
     """Runs one model. `vocab` is the number of token ids in use: rows that only pad an lm_head are cut off, and ids
     that a draft lacks get probability 0, and are read as its last id. Where `features` are kept, every pass writes
-    them: the residual stream after the layers `taps`, or without taps the hidden states."""
+    them, as `reading` says."""
 
     model: Model
     pool: Pool
     vocab: int
     features: Features | None = None
-    taps: tuple[int, ...] = ()
+    reading: Reading | None = None
 
     def forward(self, batch: Batch) -> Tensor:
         """[T, H] hidden states after the final norm; KV is written on the way."""
         if self.model.config.vocab < self.vocab:
             batch = replace(batch, tokens=batch.tokens.clamp(max=self.model.config.vocab - 1))
-        if self.features is None:
+        if self.features is None or self.reading is None:
             return self.model.forward(batch, self.pool)
-        hidden, tapped = self.model.trace(batch, self.pool, self.taps)
-        self.features.write(batch.slots, tapped if self.taps else hidden)
+        hidden, tapped = self.model.trace(batch, self.pool, self.reading.taps)
+        self.features.write(batch.slots, self.reading.of(hidden, tapped))
         return hidden
 
     def move(self, source: Tensor, target: Tensor) -> None:
