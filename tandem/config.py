@@ -45,7 +45,7 @@ class EngineConfig:
         threshold: the probability a drafted token must have under the "threshold" rule.
         draft_tokens: the tokens of a draft, 0 to 32, or "auto": each step drafts what pays.
         tree: the form in which a head drafts: "none" is a chain, "fixed" a tree of one form, "dynamic" one that grows
-            by confidence; "auto" is dynamic for EAGLE heads under rules that take trees, and else a chain.
+            by confidence; "auto" is dynamic for EAGLE heads and our own under rules that take trees, else a chain.
         nodes: drafted nodes of every tree, 1 to 63; None: as many as `draft_tokens` says.
         depth: most tokens on a path of a tree.
         tree_top_k: children considered for each node of a tree, and nodes expanded in each level.

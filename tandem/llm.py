@@ -99,7 +99,7 @@ class LLM:
         own, width, outputs = self.draft == "mtp", self.config.draft_weights, self.config.draft_vocab
         path = model if own else resolve(self.draft).path
         if own or is_head(path):
-            return lambda target: Drafting.head(load_head(path, target, width, outputs, self.tokenizer.digest))
+            return lambda target: Drafting.head(load_head(path, target, width, outputs, self.tokenizer.digests))
         check_pair(self.tokenizer, _open_tokenizer(path))
         return lambda target: Drafting.draft_model(load_model(path, target.dtype, target.device, width, outputs))
 

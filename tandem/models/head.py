@@ -6,7 +6,8 @@
 
 A state is H wide, or twice that where the lm_head does not read what is fed back: then what is fed back comes first.
 
-The embedding is the target's own tensor, and so is the lm_head unless the file has one of its own.
+The embedding is the target's own tensor, and so is the lm_head unless the file has one of its own; where a head knows
+some of the ids only, the lm_head's rows for these are copied.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from tandem.models.head_config import HeadConfig, HeadFile
 from tandem.models.native_decoder import NativeLayers, NativeMatrix
 from tandem.models.weights import Weights
 
-__all__ = ["Head"]
+__all__ = ["Head", "lm_head_rows"]
+
+_UNITS = 64  # logits of so many rows are in memory at once
 
 
 class Head:
@@ -62,14 +65,16 @@ class Head:
         norm = "model.norm.weight" if norms.output_norm else None
         self._layers = layers(weights, 2 * hidden if wide else None, norms.input_norm, norm)
         self._taps = (self.config.layers,) if norms.output_norm and norms.recycle == "pre" else ()
-        self.outputs = self.config.vocab
+        self.outputs, ids = self.config.vocab, checkpoint.mapping()
         self._lm_head: Callable[[Tensor], Tensor]
         if norms.own_head:  # it has been reduced by whoever trained it
+            self._lm_head = self._multiplier("lm_head.weight", self.outputs, hidden)
+        elif ids is not None:
+            weights.lend("lm_head.weight", lm_head_rows(target, ids))
             self._lm_head = self._multiplier("lm_head.weight", self.outputs, hidden)
         else:
             self.outputs = min(self.outputs, outputs or self.outputs)
             self._lm_head = target.head(self.outputs)
-        ids = checkpoint.mapping()
         self.ids = None if ids is None else ids.to(self.device)
         weights.finish()
         del self._weights
@@ -125,3 +130,14 @@ class Head:
             if kind == "each"
             else []
         )
+
+
+def lm_head_rows(target: Model, ids: Tensor) -> Tensor:
+    """[K, H] the rows of a target's lm_head for ids [K], as it multiplies with them, whatever holds them: what it makes
+    of unit vectors."""
+    hidden = target.config.hidden
+    rows = torch.empty(len(ids), hidden, dtype=target.dtype)
+    for at in range(0, hidden, _UNITS):
+        units = torch.eye(hidden, dtype=target.dtype, device=target.device)[at : at + _UNITS]
+        rows[:, at : at + _UNITS] = target.logits(units)[:, ids.to(target.device)].T
+    return rows

@@ -15,6 +15,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from tandem.cache.features import Reading
 from tandem.models.config import Checkpoint, ModelConfig
 
 __all__ = ["HeadConfig", "HeadFile"]
@@ -68,9 +69,14 @@ class HeadConfig:
     modules: int = 1
 
     @property
+    def reading(self) -> Reading:
+        """What it is fed of the target."""
+        return Reading(self.taps, final=not self.taps)
+
+    @property
     def features(self) -> int:
         """Width of what it is fed for one token."""
-        return self.target_hidden * max(1, len(self.taps))
+        return self.reading.width(self.target_hidden)
 
 
 class HeadFile(Checkpoint, Protocol):

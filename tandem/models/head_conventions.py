@@ -9,7 +9,8 @@ Sources of the defaults: the EAGLE, SpecForge and speculators repositories, Deep
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import logging
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -21,38 +22,31 @@ from tandem.models.huggingface import read_json
 from tandem.models.huggingface_config import parse_config
 from tandem.sampling import MAX_DRAFT
 
-__all__ = ["HeadReader"]
+__all__ = ["CONVENTIONS", "HeadReader"]
+
+_log = logging.getLogger(__name__)
 
 _OVERRIDES = "tandem_head.json"
-_SWITCH = (True, False)
-_CONVENTIONS: dict[str, tuple[object, ...]] = {
+_SWITCHES = (
+    *("hidden_first", "feature_fc", "embedding_norm", "hidden_norm", "input_norm", "output_norm", "normed_residual"),
+    *("fc_bias", "own_head", "mapped"),
+)
+CONVENTIONS: dict[str, tuple[object, ...]] = {
     "joined": ("fc", "wide"),
-    "hidden_first": _SWITCH,
-    "feature_fc": _SWITCH,
     "feature_norm": ("none", "whole", "each"),
-    "embedding_norm": _SWITCH,
-    "hidden_norm": _SWITCH,
-    "input_norm": _SWITCH,
-    "output_norm": _SWITCH,
-    "normed_residual": _SWITCH,
     "recycle": ("post", "pre"),
-    "fc_bias": _SWITCH,
-    "own_head": _SWITCH,
-    "mapped": _SWITCH,
+    **dict.fromkeys(_SWITCHES, (True, False)),
 }
 """What a manifest may say beside `taps`, with the values allowed."""
 
 _SIZES = ("hidden", "vocab", "layers")
-_HASHES = ("weights", "tokenizer")
-"""What a manifest says, and may say, about the target that a head was made for. The tokenizer's digest is compared;
-that of the weights is for people: the same model comes at many widths, and a head drafts for all of them."""
+_HASHES = ("weights", "tokenizer", "template")
+"""What a manifest says, and may say, about the target that a head was made for. The tokenizer's digest must be the
+target's; of another chat template a warning tells, since the head has learnt to follow its own. That of the weights is
+for people: the same model comes at many widths, and a head drafts for all of them."""
 
 _LAYER_IDS = ("after", "output")
-_MODELOPT = {
-    "use_input_layernorm_in_first_layer": True,
-    "use_last_layernorm": True,
-    "use_mtp_layernorm": False,
-}
+_MODELOPT = {"use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False}
 """Keys of eagle_config of which only this value is supported."""
 
 
@@ -64,15 +58,15 @@ class HeadReader:
     """
 
     def __init__(
-        self, path: Path, raw: dict[str, Any], tensors: Collection[str], target: ModelConfig, tokenizer: str | None
+        self, path: Path, raw: dict[str, Any], tensors: Collection[str], target: ModelConfig, digests: Mapping[str, str]
     ) -> None:
-        """`tokenizer` is the digest of the target's, if it is known."""
+        """`digests` are the target's tokenizer's and template's, as far as they are known."""
         self.notes: list[str] = []
         self._source = path / "config.json"
         self._raw = raw
         self._tensors = tensors
         self._target = target
-        self._tokenizer = tokenizer
+        self._digests = digests
         self._overrides: dict[str, Any] = read_json(path / _OVERRIDES) if (path / _OVERRIDES).exists() else {}
         self._manifest = path / _OVERRIDES
 
@@ -198,13 +192,16 @@ class HeadReader:
             if key not in _SIZES and (key not in _HASHES or not isinstance(value, str)):
                 known = f"texts {' and '.join(_HASHES)}"
                 self._refuse(f"tandem_head.target.{key}", value, f"known beside the sizes are the {known}")
-        said, ours = made_for.get("tokenizer"), self._tokenizer
+        said, ours = made_for.get("tokenizer"), self._digests.get("tokenizer")
         if said is not None and ours is not None and said != ours:
             self._refuse("tandem_head.target.tokenizer", said, f"the target's is {ours!r}")
+        said, ours = made_for.get("template"), self._digests.get("template")
+        if said is not None and ours is not None and said != ours:
+            _log.warning("%s: trained with another chat template than the target's: it may guess worse", self._source)
         if "weights" in made_for:
             self.notes.append(f"made for weights {made_for['weights']}")
         conventions = {key: value for key, value in manifest.items() if key != "target"}
-        for key in (*_CONVENTIONS, "taps"):
+        for key in (*CONVENTIONS, "taps"):
             if key not in conventions:
                 raise LoadError(f"{self._source}: tandem_head.{key} is missing; every convention is needed")
         return HeadConfig(
@@ -269,13 +266,13 @@ class HeadReader:
             if key == "taps":
                 if not isinstance(value, list) or not all(_whole(tap) for tap in value):
                     self._refuse(key, value, "a list of layers is needed", source)
-            elif key not in _CONVENTIONS:
-                known = ", ".join(("taps", "layer_ids", *_CONVENTIONS))
+            elif key not in CONVENTIONS:
+                known = ", ".join(("taps", "layer_ids", *CONVENTIONS))
                 self._refuse(key, value, f"an unknown key; known are {known}", source)
             elif not any(
-                value is choice or (isinstance(value, str) and value == choice) for choice in _CONVENTIONS[key]
+                value is choice or (isinstance(value, str) and value == choice) for choice in CONVENTIONS[key]
             ):
-                self._refuse(key, value, f"allowed is one of {', '.join(map(str, _CONVENTIONS[key]))}", source)
+                self._refuse(key, value, f"allowed is one of {', '.join(map(str, CONVENTIONS[key]))}", source)
         return {key: tuple(value) if key == "taps" else value for key, value in said.items()}
 
     def _check(self, head: HeadConfig) -> None:
@@ -286,7 +283,7 @@ class HeadReader:
         if not head.feature_fc and head.features != head.layer.hidden:
             wanted = f"without feature_fc {head.features} features do not make {head.layer.hidden}"
             self._refuse("taps", list(head.taps), wanted)
-        if head.mapped and not head.own_head:
+        if head.mapped and not head.own_head and head.format != "tandem":
             self._refuse("mapped", True, "it needs own_head = True")
 
     def _same(self, key: str, value: object, target: int) -> None:

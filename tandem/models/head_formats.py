@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -125,9 +125,12 @@ def is_head(path: Path) -> bool:
     return "model.embed_tokens.weight" not in names and _format(raw, names) is not None
 
 
-def open_head(path: Path, target: ModelConfig, module: int = 0, tokenizer: str | None = None) -> HeadCheckpoint:
+def open_head(
+    path: Path, target: ModelConfig, module: int = 0, digests: Mapping[str, str] | None = None
+) -> HeadCheckpoint:
     """Open the head at `path`, a folder of its own or that of a target with MTP tensors, to draft for `target`, whose
-    tokenizer has that digest, if it is known. Of several modules one is opened (`HeadConfig.modules`).
+    tokenizer and template have these digests, as far as they are known. Of several modules one is opened
+    (`HeadConfig.modules`).
 
     Raises:
         LoadError: there is none, its parts are missing, unknown or of another shape, it was made for another target,
@@ -143,7 +146,7 @@ def open_head(path: Path, target: ModelConfig, module: int = 0, tokenizer: str |
     try:
         own = _own(kind, stored, target.layers, module)
         _refuse_unsupported(own, kind, target)
-        reader = HeadReader(path, raw, own, target, tokenizer)
+        reader = HeadReader(path, raw, own, target, digests or {})
         head = reader.read(kind)
         parts = _named(own, head)
         _check_shapes(parts, head)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -67,16 +68,20 @@ def model_of(
 
 
 def load_head(
-    path: Path, target: Model, width: Width = "auto", outputs: int | None = None, tokenizer: str | None = None
+    path: Path,
+    target: Model,
+    width: Width = "auto",
+    outputs: int | None = None,
+    digests: Mapping[str, str] | None = None,
 ) -> list[Head]:
-    """Load a draft head for a target, with weights of `width`; a borrowed lm_head is cut to `outputs` ids. `tokenizer`
-    is the digest of the target's, if it is known.
+    """Load a draft head for a target, with weights of `width`; a borrowed lm_head is cut to `outputs` ids. `digests`
+    are those of the target's tokenizer and template, as far as they are known.
 
     Returns its modules, mostly one (`HeadConfig.modules`). Raises LoadError, also for a head that was made for another
     target.
     """
-    first = open_head(path, target.config, 0, tokenizer)
-    modules = [first, *(open_head(path, target.config, i, tokenizer) for i in range(1, first.head.modules))]
+    first = open_head(path, target.config, 0, digests)
+    modules = [first, *(open_head(path, target.config, i, digests) for i in range(1, first.head.modules))]
     try:
         return [Head(m, target, Weights(m, target.dtype, target.device, width), outputs) for m in modules]
     except LoadError as error:

@@ -59,6 +59,7 @@ class Weights:
         self._width = width
         self._left = checkpoint.names()
         self._layers: set[str] = set()
+        self._lent: dict[str, Tensor] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._left
@@ -66,6 +67,11 @@ class Weights:
     def take(self, name: str, *shape: int) -> Tensor:
         """The tensor of that name. Raises LoadError if it is missing or not of that shape."""
         return self.stack({name: shape[0]}, *shape[1:])
+
+    def lend(self, name: str, tensor: Tensor) -> None:
+        """Add a matrix that is in no file, as if the checkpoint had it."""
+        self._lent[name] = tensor
+        self._left.add(name)
 
     def stack(self, parts: dict[str, int], *columns: int) -> Tensor:
         """Tensors below one another, by name with their numbers of rows. Raises LoadError as `take` does."""
@@ -90,7 +96,8 @@ class Weights:
 
     def stored(self, name: str, rows: int, columns: int) -> tuple[GGMLQuantizationType, Tensor]:
         """A matrix at its width: format and rows [N, bytes of a row] uint8. Raises LoadError as `take` does."""
-        found = None if self._width == "bf16" else self._checkpoint.quantised(self._find(name, (rows, columns)))
+        floats = self._width == "bf16" or name in self._lent
+        found = None if floats else self._checkpoint.quantised(self._find(name, (rows, columns)))
         bits, narrow = self._narrow(name)
         if found is not None and _bits(found[0]) <= bits:
             kind, data = found
@@ -122,7 +129,8 @@ class Weights:
         return dequantize(rows, kind)
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        tensor = self._checkpoint.tensor(self._find(name, shape))
+        found = self._find(name, shape)
+        tensor = self._lent[name] if name in self._lent else self._checkpoint.tensor(found)
         self._check_shape(name, tuple(tensor.shape), shape)
         if not tensor.isfinite().all():
             raise LoadError(f"tensor {name} has values that are not finite")

@@ -71,6 +71,11 @@ class Tokenizer:
         pairs = sorted((token, piece) for piece, token in self._vocabulary.items())
         return sha256(json.dumps(pairs, separators=(",", ":")).encode()).hexdigest()
 
+    @property
+    def digests(self) -> dict[str, str]:
+        """Of the vocabulary as "tokenizer", and as "template" the SHA-256, in hex, of the chat template."""
+        return {"tokenizer": self.digest, "template": sha256(str(self._hf.chat_template or "").encode()).hexdigest()}
+
     def encode(self, text: str) -> list[int]:
         """Ids of a raw prompt. Empty text has no ids, unless the tokenizer begins every text with BOS."""
         _check_text("prompt", text)

@@ -418,13 +418,13 @@ def test_a_manifest_may_name_its_target(tmp_path, caplog):
     """Its tokenizer is compared if both are known, its weights are not."""
     write(tmp_path, "tandem")
     for known in ("5f1c", None):
-        assert open_head(tmp_path, TARGET, tokenizer=known).head.format == "tandem"
+        assert open_head(tmp_path, TARGET, digests={"tokenizer": known}).head.format == "tandem"
     with pytest.raises(LoadError, match=r"tandem_head.target.tokenizer = '5f1c': the target's is '77aa'"):
-        open_head(tmp_path, TARGET, tokenizer="77aa")
+        open_head(tmp_path, TARGET, digests={"tokenizer": "77aa"})
     made_for = {key: value for key, value in MANIFEST["target"].items() if key != "tokenizer"} | dict(weights="0b")
     write(tmp_path, "tandem", tandem_head=MANIFEST | dict(target=made_for))
     caplog.set_level(logging.INFO, "tandem")
-    assert open_head(tmp_path, TARGET, tokenizer="77aa").head.format == "tandem"
+    assert open_head(tmp_path, TARGET, digests={"tokenizer": "77aa"}).head.format == "tandem"
     assert "made for weights 0b" in caplog.text
 
 
