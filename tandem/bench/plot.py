@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 from tandem.errors import InvalidValue, LoadError
 
-__all__ = ["Curves", "check_plot", "save_plot"]
+__all__ = ["Curves", "Panel", "check_plot", "save_panels", "save_plot"]
 
 Curves = Mapping[str, Mapping[int, float]]
 """By name: y by x."""
@@ -37,6 +38,27 @@ def save_plot(file: Path, title: str, across: str, up: str, curves: Curves) -> N
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(file)
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One of several plots side by side: its axes' names, and by name x and y of each line."""
+
+    across: str
+    up: str
+    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]
+
+
+def save_panels(file: Path, panels: Sequence[Panel]) -> None:
+    """Draw panels in a row. Raises LoadError without matplotlib, OSError for a file as it may be."""
+    figure = _matplotlib().figure.Figure(figsize=(5.5 * len(panels), 4.2), layout="constrained")
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        for name, (x, y) in panel.lines.items():
+            axes.plot(x, y, label=name)
+        axes.set(xlabel=panel.across, ylabel=panel.up)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
+    figure.savefig(file, dpi=110)
 
 
 def _matplotlib() -> ModuleType:

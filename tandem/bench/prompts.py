@@ -21,6 +21,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from tandem.errors import InvalidValue, LoadError
 
@@ -31,6 +32,8 @@ _NAMES = ("name", "task_id", "question_id", "id", "ID")
 _KINDS = ("kind", "category")
 _SPEAKERS = {"conversations": ("from", "value"), "messages": ("role", "content")}
 _PERSON = ("human", "user")
+
+T = TypeVar("T")
 
 _Place = tuple[str, object]
 """Where a record stands ("line 3", "record 7"), and the record."""
@@ -72,7 +75,7 @@ def load_prompts(path: Path, limit: int | None = None) -> list[Item]:
     return spread(items, limit)
 
 
-def spread(items: Sequence[Item], limit: int | None) -> list[Item]:
+def spread(items: Sequence[T], limit: int | None) -> list[T]:
     """At most `limit` of the items, at even distances. Raises InvalidValue for a limit below 1."""
     if limit is not None and limit < 1:
         raise InvalidValue("limit", limit, "a whole number from 1")
