@@ -1,0 +1,90 @@
+"""Checkpoints of a run: the head as it is served, and beside it what training needs to go on.
+
+    run/step-000200/head/    config.json, model.safetensors: a head in Tandem's own format, for `--draft`
+    run/step-000200/state.pt float32 masters, the optimizer, the step
+
+A checkpoint appears by a rename when it is whole. Only the newest keeps its state; the heads stay, because which one is
+best is for the acceptance in serving to say, not for the loss.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+from tandem.errors import LoadError
+from tandem.training.export import Made, write_tandem
+from tandem.training.trainer import Trainer
+
+__all__ = ["checkpoints", "gather", "newest_state", "read_state", "restore", "save"]
+
+_STATE = "state.pt"
+_PARTIAL = ".partial"
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The checkpoints of a run, in order."""
+    return sorted(path for path in run.glob("step-*") if path.suffix != _PARTIAL and (path / "head").is_dir())
+
+
+def newest_state(run: Path) -> Path | None:
+    """The checkpoint to go on from."""
+    return next((path for path in reversed(checkpoints(run)) if (path / _STATE).is_file()), None)
+
+
+def save(run: Path, trainer: Trainer, made: Made, settings: dict[str, Any]) -> Path:
+    """Write a checkpoint. All processes call it; the first one writes. Raises LoadError if the disk is full."""
+    masters, optimizer = gather(trainer)
+    path = run / f"step-{trainer.step:06}"
+    if trainer.ranks.first:
+        partial = run / f"{path.name}{_PARTIAL}"
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            write_tandem(partial / "head", made, {name: tensor.cpu() for name, tensor in masters.items()})
+            content = {"step": trainer.step, "masters": masters, "optimizer": optimizer, "settings": settings}
+            torch.save(content | {"ids": made.ids}, partial / _STATE)
+            shutil.rmtree(path, ignore_errors=True)
+            os.replace(partial, path)
+            for older in checkpoints(run):
+                if older != path:
+                    (older / _STATE).unlink(missing_ok=True)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise LoadError(f"{path}: the checkpoint cannot be written: {error}; those before it are whole") from error
+    trainer.ranks.meet()
+    return path
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """What `save` has written. Raises LoadError."""
+    try:
+        content: dict[str, Any] = torch.load(path / _STATE, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
+        raise LoadError(f"{path / _STATE}: no state of training: {error}") from error
+    return content
+
+
+def restore(trainer: Trainer, content: dict[str, Any]) -> None:
+    """Put a trainer where a state was saved."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=False)
+    set_state_dict(
+        trainer.twin,
+        trainer.optimizer,
+        model_state_dict=content["masters"],
+        optim_state_dict=content["optimizer"],
+        options=options,
+    )
+    trainer.step = content["step"]
+
+
+def gather(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Whole masters and the optimizer's state, wherever their parts are."""
+    return get_state_dict(trainer.twin, trainer.optimizer, options=StateDictOptions(full_state_dict=True))

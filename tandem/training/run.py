@@ -1,0 +1,223 @@
+"""A run: everything between a recording and the checkpoints of a head. It can be killed at any moment and goes on from
+the newest checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.checks import check_whole
+from tandem.errors import InvalidValue, LoadError
+from tandem.models.head import lm_head_rows
+from tandem.models.head_config import HeadConfig
+from tandem.models.head_formats import open_head
+from tandem.models.head_shapes import shapes_of
+from tandem.threads import apart
+from tandem.training.batches import Source
+from tandem.training.checkpoints import newest_state, read_state, restore, save
+from tandem.training.export import Made, variant_of
+from tandem.training.journal import Journal, plot_curves, read_journal
+from tandem.training.ranks import Ranks
+from tandem.training.record import Shown
+from tandem.training.recording import Manifest, Recording
+from tandem.training.target import Target
+from tandem.training.trainer import Frozen, StepReport, Trainer, TrainSettings
+from tandem.training.twin import HeadTwin
+from tandem.training.variants import Init, Variant, first_weights, variant
+from tandem.training.vocabulary import choose_vocabulary, count_tokens
+
+__all__ = ["HeadSettings", "Run", "columns", "frozen_of", "open_source", "opened", "train"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSettings:
+    """Which head is trained.
+
+    Attributes:
+        variant: see `variants`.
+        taps: layers that eagle3 reads; those of the recording if none are said.
+        vocab: how many ids it may guess; None: all.
+        init: what its weights start from.
+        seed: of its first weights.
+        start: a head to begin with instead, whose kind and ids are kept; as a stage with more depths after one with
+            few, which is faster.
+    """
+
+    variant: Variant = "mtp"
+    taps: tuple[int, ...] = ()
+    vocab: int | None = 8192
+    init: Init = "random"
+    seed: int = 0
+    start: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A target, the folder of a recording of it, and the folder where checkpoints and logs go."""
+
+    target: Target
+    recording: Path
+    folder: Path
+
+
+def train(
+    run: Run,
+    head: HeadSettings,
+    settings: TrainSettings,
+    ranks: Ranks,
+    save_every: int = 200,
+    tick: Callable[[StepReport, int], None] = lambda report, steps: None,
+) -> Path:
+    """Train a head from a recording, or go on with a run that was stopped.
+
+    Args:
+        run: for whom, from what, and where.
+        head, settings: what to train and how; those of a run that goes on must be the same.
+        ranks: the processes that take part.
+        save_every: steps between checkpoints; the last step is saved, too.
+        tick: told of each step, and of their number.
+
+    Returns:
+        The last checkpoint.
+
+    Raises:
+        InvalidValue: a setting is not allowed.
+        LoadError: the recording is for another target, the run is one of other settings, or the disk is full.
+        TrainingFailure: numbers were not finite; the newest checkpoint is untouched.
+    """
+    check_whole("save_every", save_every, 1, 1 << 30)
+    recording = Recording(run.recording)
+    target, folder = run.target, run.folder
+    target.identity.check(recording.manifest.target, f"{run.recording}")
+    said = {"head": asdict(head), "settings": asdict(settings), "recording": recording.manifest.prompts}
+    newest = newest_state(folder)
+    state = read_state(newest) if newest else None
+    if state is not None:
+        _same(folder, _flat(state["settings"]), _flat(said))
+    made, weights = _begin(target, recording, head, state)
+    with open_source(target, recording, made.head) as source:
+        device, dtype = target.model.device, getattr(torch, settings.compute)
+        twin = HeadTwin(made.head, {name: tensor.to(device) for name, tensor in weights.items()})
+        trainer = Trainer(twin, frozen_of(target, made, dtype), source, settings, ranks)
+        if state is not None:
+            restore(trainer, state)
+        path = newest or folder
+        with Journal(folder, trainer.step) if ranks.first else _silent() as journal:
+            for report in trainer.run():
+                if journal is not None:
+                    journal.add(report)
+                tick(report, trainer.steps)
+                if trainer.step % save_every == 0 or trainer.step == trainer.steps:
+                    path = save(folder, trainer, made, said)
+    if ranks.first:
+        try:
+            plot_curves({"": read_journal(folder)}, folder / "curves.png")
+        except LoadError as error:
+            _log.warning("no picture of the curves: %s", error)
+    return path
+
+
+def _flat(said: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Settings within settings by dotted names."""
+    found: dict[str, Any] = {}
+    for key, value in said.items():
+        found |= _flat(value, f"{before}{key}.") if isinstance(value, dict) else {before + key: value}
+    return found
+
+
+def _same(folder: Path, there: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raises LoadError, naming what differs."""
+    changed = [
+        f"{key} = {there.get(key)!r}, not {wanted.get(key)!r}"
+        for key in dict.fromkeys((*there, *wanted))
+        if there.get(key) != wanted.get(key)
+    ]
+    if changed:
+        raise LoadError(f"{folder} holds a run with {'; '.join(changed)}; choose another folder to train anew")
+
+
+def _begin(
+    target: Target, recording: Recording, head: HeadSettings, state: Mapping[str, Any] | None
+) -> tuple[Made, Mapping[str, Tensor]]:
+    """What the head is, and the weights to go on from."""
+    if head.start:
+        made, weights = opened(target, Path(head.start))
+        if variant_of(made.head) is None:
+            raise LoadError(f"{head.start}: a {made.head.format} head has conventions that are not trained here")
+        return made, state["masters"] if state else weights
+    made = _made(target, recording, head, state["ids"] if state else None, state is not None)
+    return made, state["masters"] if state else first_weights(made.head, target.path, head.init, head.seed)
+
+
+def opened(target: Target, head: Path) -> tuple[Made, dict[str, Tensor]]:
+    """A head on disk: what it is, and its weights in float32 by the names of `HeadFile`. Raises LoadError,
+    also for one of several modules."""
+    checkpoint = open_head(head, target.model.config, 0, target.tokenizer.digests)
+    if checkpoint.head.modules > 1:
+        raise LoadError(f"{head}: modules = {checkpoint.head.modules}: a head of one is needed")
+    weights = {name: checkpoint.tensor(name).float() for name in shapes_of(checkpoint.head)}
+    return Made(checkpoint.head, target.identity, checkpoint.mapping()), weights
+
+
+def _made(target: Target, recording: Recording, head: HeadSettings, ids: Tensor | None, resumed: bool) -> Made:
+    """What the head is. The ids of a run that goes on are those it began with, whatever the recording says now."""
+    manifest, config = recording.manifest, target.model.config
+    size = config.vocab if head.vocab is None else head.vocab
+    taps = head.taps or (manifest.taps if head.variant == "eagle3" else ())
+    if not 1 <= size <= config.vocab:
+        raise InvalidValue("vocab", size, f"1 to the target's {config.vocab} ids, or None for all")
+    made = variant(head.variant, config, size, taps)
+    if not resumed and size < config.vocab:
+        ids = choose_vocabulary(
+            count_tokens(recording), size, [i for i in target.tokenizer.end_ids if i < config.vocab]
+        )
+    return Made(made, target.identity, ids)
+
+
+def columns(manifest: Manifest, head: HeadConfig) -> list[int]:
+    """Which columns of a recording's states a head is fed."""
+    hidden = manifest.target.hidden
+    blocks = [manifest.taps.index(tap) for tap in head.taps] or [len(manifest.taps)]
+    return [block * hidden + i for block in blocks for i in range(hidden)]
+
+
+@contextmanager
+def open_source(target: Target, recording: Recording, head: HeadConfig) -> Iterator[Source]:
+    """The samples as the head is fed them; where states are not stored, an engine computes them. Raises LoadError if
+    layers are missing."""
+    manifest = recording.manifest
+    if not set(head.taps) <= set(manifest.taps):
+        raise LoadError(f"{recording.folder} holds layers {list(manifest.taps)}; the head reads {list(head.taps)}")
+    fed, hidden = torch.tensor(columns(manifest, head)), manifest.target.hidden
+    if manifest.states == "stored":
+        yield Source(recording, hidden, fed)
+        return
+    shown = Shown.of(target, recording)
+    try:
+        yield Source(recording, hidden, fed, shown.states)
+    finally:
+        shown.close()
+
+
+def frozen_of(target: Target, made: Made, dtype: torch.dtype) -> Frozen:
+    """The target's own parts, for products in `dtype`."""
+    vocab = made.target.vocab
+    ids = torch.arange(vocab) if made.ids is None else made.ids
+    rows = apart(lm_head_rows, target.model, ids).to(target.model.device, dtype)
+    known = torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True).to(target.model.device)
+    # A copy, because what a model hands out is not made for gradients.
+    return Frozen(lambda tokens: target.model.embed(tokens).clone(), rows, known)
+
+
+@contextmanager
+def _silent() -> Iterator[Any]:
+    yield None
