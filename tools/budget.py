@@ -1,7 +1,7 @@
 """Checks the size and shape budgets of the package; exits with 1 and says where, if one is broken.
 
-Budgets: 6,600 lines in the core, which is all but the benches and the command line; 400 a file; 60 a function, nine in
-ten at most 30; 6 parameters; folders two deep;
+Budgets: 6,600 lines in the core, which is all but the benches, the command line and training; 400 a file; 60 a
+function, nine in ten at most 30; 6 parameters; folders two deep;
 no `isinstance` on speculators, no "if speculating" outside `speculate/`, no `print`, no environment variables.
 Lines are those that hold code: blank lines, comments and docstrings are free.
 """
@@ -16,8 +16,8 @@ import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent / "tandem"
-OUTSIDE = ("bench", "cli")
-"""Folders that decide no token: measured, printed, but not part of the core."""
+OUTSIDE = ("bench", "cli", "training")
+"""Folders that no served token passes through: not part of the core."""
 
 # The core was meant to have 6,000 lines. Heads take 1,000: reading seven published layouts, which agree on little, 600.
 CORE, FILE, FUNCTION, USUAL, PARAMETERS, DEPTH = 6600, 400, 60, 30, 6, 2

@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from tandem.cli import bench, chat, check, generate, models
+from tandem.cli import bench, chat, check, generate, models, train
 from tandem.errors import TandemError
 
 __all__ = ["app"]
@@ -40,3 +40,7 @@ for verb in (models.pull, generate.generate, chat.chat, check.check, bench.demo)
 for measurement in (bench.latency, bench.throughput, bench.acceptance, bench.roofline):
     benches.command()(measurement)
 app.add_typer(benches, name="bench")
+training = typer.Typer(help="Draft heads of your own.", no_args_is_help=True, rich_markup_mode=None)
+for part in (train.record, train.head, train.evaluate, train.export, train.recipe):
+    training.command()(part)
+app.add_typer(training, name="train")

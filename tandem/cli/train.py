@@ -1,0 +1,318 @@
+"""`tandem train`: record a target, train a head from it, measure it, export it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from tandem.bench.prompts import spread
+from tandem.cli.models import ModelArgument
+from tandem.cli.options import options
+from tandem.config import EngineConfig
+from tandem.errors import InvalidValue, LoadError
+from tandem.models.head import lm_head_rows
+from tandem.threads import apart
+from tandem.training import run
+from tandem.training.conversations import Conversation, load_conversations
+from tandem.training.cost import Work, multiply_speed
+from tandem.training.export import export as write
+from tandem.training.judge import JudgeSettings, heads_of, judge
+from tandem.training.loss import Objective
+from tandem.training.ranks import Ranks
+from tandem.training.recipe import Recipe, estimate
+from tandem.training.record import RecordSettings, Watch
+from tandem.training.record import record as record_all
+from tandem.training.recording import write_json
+from tandem.training.run import HeadSettings
+from tandem.training.target import Target
+from tandem.training.trainer import StepReport, TrainSettings
+
+__all__ = ["evaluate", "export", "head", "recipe", "record"]
+
+_MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+
+RecordingArgument = Annotated[Path, typer.Argument(help="folder that `tandem train record` has made")]
+
+
+_DRAFTING = (
+    *("draft_weights", "draft_vocab", "draft_tokens", "tree", "nodes", "depth", "tree_top_k", "lookup_match"),
+    *("mixed_drafts", "rule", "threshold", "prefix_cache", "max_length"),
+)
+"""Settings that nothing depends on while nobody drafts."""
+
+
+@options(*_DRAFTING)
+def record(
+    model: ModelArgument,
+    prompts: Annotated[Path, typer.Argument(help="file of prompts, or of conversations with their answers")],
+    out: Annotated[Path, typer.Option(help="folder of the recording; one that a killed run left is gone on with")],
+    settings: EngineConfig,
+    taps: Annotated[
+        str, typer.Option(help="layers to store beside the final state, such as 2,15,27 (for eagle3)")
+    ] = "",
+    states: Annotated[str, typer.Option(help="stored; or online: computed while a head is trained")] = "stored",
+    max_tokens: Annotated[int, typer.Option(help="most tokens to answer")] = 512,
+    longest: Annotated[int, typer.Option(help="most tokens of a conversation; longer ones are left out")] = 2048,
+    temperatures: Annotated[str, typer.Option(help="of the answers, in turn: 0, or 0,0.7")] = "0",
+    seed: Annotated[int, typer.Option(help="of the answers")] = 0,
+    regenerate: Annotated[bool, typer.Option("--regenerate", help="drop given answers; the model answers")] = False,
+) -> None:
+    """Let a model answer prompts, and store its hidden states as a head will be fed them."""
+    conversations = load_conversations(prompts, regenerate)
+    wanted = RecordSettings(
+        taps=numbers("taps", taps),
+        states=states,
+        max_tokens=max_tokens,
+        max_length=longest,
+        temperatures=reals("temperatures", temperatures),
+        seed=seed,
+    )
+    target = Target.load(model, settings)
+
+    def announce(needed: int, samples: int) -> None:
+        typer.echo(f"{samples} conversations to record, at most {needed / 1e9:.2f} GB in {out}", err=True)
+
+    began = time.monotonic()
+    with samples_bar() as tick:
+        done = record_all(target, conversations, out, wanted, settings, Watch(announce, tick))
+    seconds = time.monotonic() - began
+    for reason, count in done.left_out.items():
+        typer.echo(f"left out: {count} ({reason})", err=True)
+    typer.echo(
+        json.dumps(
+            {
+                "recording": str(out),
+                "samples": done.samples,
+                "before": done.before,
+                "left_out": sum(done.left_out.values()),
+                "tokens": done.tokens,
+                "seconds": round(seconds, 1),
+                "tokens_per_second": round(done.tokens / seconds, 1),
+            }
+        )
+    )
+
+
+def numbers(name: str, text: str) -> tuple[int, ...]:
+    """Whole numbers with commas between them. Raises InvalidValue."""
+    try:
+        return tuple(int(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        raise InvalidValue(name, text, "whole numbers with commas between them") from None
+
+
+@contextmanager
+def samples_bar() -> Iterator[Callable[[int, int, int], None]]:
+    """Samples, tokens per second, and the time left."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]:,.0f} tokens/s"),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    began = time.monotonic()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("recording", total=None, rate=0.0)
+
+        def tick(done: int, total: int, tokens: int) -> None:
+            bar.update(task, completed=done, total=total, rate=tokens / (time.monotonic() - began))
+
+        yield tick
+
+
+@options(*_DRAFTING, "batch_tokens", "objective", "betas", "taps", "max_rows", "page_size", "kv_bytes", "kv_pages")
+def head(
+    model: ModelArgument,
+    recording: RecordingArgument,
+    out: Annotated[Path, typer.Option(help="folder of the run; one that was stopped is gone on with")],
+    which: HeadSettings,
+    losses: Objective,
+    settings: TrainSettings,
+    engine: EngineConfig,
+    layers: Annotated[str, typer.Option(help="layers that eagle3 reads; those of the recording if not given")] = "",
+    step_tokens: Annotated[int, typer.Option(help="tokens of a step")] = 8192,
+    parallel: Annotated[str, typer.Option(help="under torchrun: ddp, or fsdp")] = "ddp",
+    save_every: Annotated[int, typer.Option(help="steps between checkpoints")] = 200,
+) -> None:
+    """Train a draft head from a recording. Under torchrun, several processes train it together."""
+    target = Target.load(model, engine)
+    ranks = Ranks.join(parallel, target.model.device)
+    wanted = replace(settings, objective=losses, batch_tokens=step_tokens)
+    reports: list[StepReport] = []
+    try:
+        with steps_bar(ranks.first) as show:
+
+            def tick(report: StepReport, steps: int) -> None:
+                reports.append(report)
+                show(report, steps)
+
+            which = replace(which, taps=numbers("layers", layers))
+            path = run.train(run.Run(target, recording, out), which, wanted, ranks, save_every, tick)
+    finally:
+        ranks.leave()
+    if ranks.first:
+        typer.echo(json.dumps({"checkpoint": str(path), **_speed(target, path, reports, wanted)}))
+
+
+def _speed(
+    target: Target, checkpoint: Path, reports: Sequence[StepReport], settings: TrainSettings
+) -> dict[str, float]:
+    """Tokens per second and core, and those that products with weights alone would allow, as fast as one large product
+    here. The first step, which is slower, does not count."""
+    timed = reports[1:]
+    if not timed:
+        return {"tokens": sum(report.work.tokens for report in reports)}
+    head = run.opened(target, checkpoint / "head")[0].head
+    work = Work(*(sum(getattr(r.work, f.name) for r in timed) for f in fields(Work)))
+    speed = work.tokens / sum(report.seconds for report in timed)
+    products = apart(multiply_speed, head, getattr(torch, settings.compute), target.model.device)
+    bound = products * work.tokens / work.operations(head, settings.objective.depths)
+    cores = torch.get_num_threads()
+    return {
+        "tokens": sum(report.work.tokens for report in reports),
+        "tokens_per_second": round(speed, 1),
+        "tokens_per_second_and_core": round(speed / cores, 1),
+        "bound_per_second_and_core": round(bound / cores, 1),
+        "share_of_bound": round(speed / bound, 3),
+    }
+
+
+def evaluate(
+    model: ModelArgument,
+    path: Annotated[Path, typer.Argument(help="a run of `tandem train head`, or a head")],
+    prompts: Annotated[Path, typer.Option(help="file of held-out prompts")],
+    recording: Annotated[Path | None, typer.Option(help="of held-out samples, to compare with training")] = None,
+    limit: Annotated[int, typer.Option(help="prompts of each kind")] = 10,
+    chain: Annotated[int, typer.Option(help="tokens of a chain")] = 4,
+    nodes: Annotated[int, typer.Option(help="most nodes of a tree")] = 32,
+    depth: Annotated[int, typer.Option(help="most tokens on a path of a tree")] = 6,
+    max_tokens: Annotated[int, typer.Option(help="most tokens to answer")] = 128,
+    temperatures: Annotated[str, typer.Option(help="at which answers are made")] = "0,1",
+    output: Annotated[Path | None, typer.Option("--json", help="write the report to a file, too")] = None,
+) -> None:
+    """Measure heads with the engine that serves them, and choose the checkpoint with the most tokens per step."""
+    settings = JudgeSettings(
+        chain=chain, nodes=nodes, depth=depth, max_tokens=max_tokens, temperatures=reals("temperatures", temperatures)
+    )
+    if output is not None and not output.parent.is_dir():  # found out before minutes of measuring
+        raise InvalidValue("json", str(output), "a file in a folder that is there")
+    asked = by_kind(load_conversations(prompts, regenerate=True), limit)
+    target = Target.load(model, EngineConfig())
+    report = judge(target, path, asked, recording, settings, lambda line: typer.echo(line, err=True))
+    typer.echo(json.dumps(report))
+    if output is not None:
+        try:
+            write_json(output, report)
+        except OSError as error:
+            raise LoadError(f"{output}: the report cannot be written: {error.strerror}") from error
+
+
+def export(
+    model: ModelArgument,
+    head: Annotated[Path, typer.Argument(help="a head that `tandem train head` has made, or a run: its last one")],
+    out: Annotated[Path, typer.Option(help="folder of the exported head")],
+    kind: Annotated[str, typer.Option("--format", help="tandem, eagle, eagle3, speculators, mimo or qwen")] = "tandem",
+) -> None:
+    """Write a head in a format that other engines load, or in Tandem's own."""
+    target = Target.load(model, EngineConfig())
+    made, weights = run.opened(target, heads_of(head)[-1])
+    ids = torch.arange(made.target.vocab) if made.ids is None else made.ids
+    write(kind, out, made, weights, lm_head_rows(target.model, ids))
+    typer.echo(out)
+
+
+@options(
+    *_DRAFTING, *("batch_tokens", "objective", "betas", "taps", "temperatures", "steps", "shortest", "longest", "seed")
+)
+def recipe(
+    model: ModelArgument,
+    prompts: Annotated[Path, typer.Argument(help="file of prompts, or of conversations with their answers")],
+    held_out: Annotated[Path, typer.Option(help="file of other prompts, for the evaluation")],
+    out: Annotated[Path, typer.Option(help="folder for all of it; one that was stopped is gone on with")],
+    storing: RecordSettings,
+    which: HeadSettings,
+    losses: Objective,
+    settings: TrainSettings,
+    engine: EngineConfig,
+    step_tokens: Annotated[int, typer.Option(help="tokens of a step")] = 4096,
+    only_estimate: Annotated[bool, typer.Option("--estimate", help="say how long it takes, and stop")] = False,
+) -> None:
+    """Record, train and evaluate in one go, after saying how long it will take."""
+    target = Target.load(model, engine)
+    layers = target.model.config.layers
+    taps = (2, layers // 2, layers - 3) if which.variant == "eagle3" else ()
+    whole = Recipe(
+        target,
+        load_conversations(prompts),
+        replace(storing, taps=taps),
+        which,
+        replace(settings, objective=losses, batch_tokens=step_tokens),
+        engine,
+    )
+    say = partial(typer.echo, err=True)
+    say(estimate(whole, say).line())
+    if only_estimate:
+        return
+    with samples_bar() as tick:
+        record_all(target, whole.conversations, out / "recording", whole.recording, engine, Watch(tick=tick))
+    with steps_bar(True) as show:
+        run.train(run.Run(target, out / "recording", out / "run"), which, whole.training, Ranks(), tick=show)
+    report = judge(
+        target, out / "run", by_kind(load_conversations(held_out, regenerate=True), 10), None, JudgeSettings(), say
+    )
+    write_json(out / "evaluation.json", report)
+    typer.echo(json.dumps(report))
+
+
+def by_kind(conversations: Sequence[Conversation], limit: int) -> list[Conversation]:
+    """At most `limit` of each kind, at even distances. The categories of MT-bench are one kind."""
+    kinds: dict[str, list[Conversation]] = {}
+    for conversation in conversations:
+        kind = "mt_bench" if conversation.kind in _MT_BENCH else conversation.kind
+        kinds.setdefault(kind, []).append(replace(conversation, kind=kind))
+    return [conversation for each in kinds.values() for conversation in spread(each, limit)]
+
+
+def reals(name: str, text: str) -> tuple[float, ...]:
+    """Numbers with commas between them. Raises InvalidValue."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise InvalidValue(name, text, "numbers with commas between them") from None
+
+
+@contextmanager
+def steps_bar(shown: bool) -> Iterator[Callable[[StepReport, int], None]]:
+    """Loss, accuracy by depth, tokens per second and the time left; without a terminal a line now and then."""
+    columns = (
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(),
+        TextColumn("{task.description}"),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as bar:
+        task = bar.add_task("", total=None)
+
+        def show(report: StepReport, steps: int) -> None:
+            accuracy = " ".join(f"{scores['accuracy']:.3f}" for scores in report.scores)
+            line = f"loss {report.loss:.3f}  accuracy {accuracy}  {report.speed:,.0f} tokens/s"
+            bar.update(task, completed=report.step, total=steps, description=line)
+            if shown and not console.is_terminal and report.step % max(1, steps // 50) in (0, 1):
+                typer.echo(f"step {report.step} of {steps}: {line}", err=True)
+
+        yield show
