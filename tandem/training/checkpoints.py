@@ -16,7 +16,6 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from tandem.errors import LoadError
@@ -56,7 +55,7 @@ def save(run: Path, trainer: Trainer, made: Made, settings: dict[str, Any]) -> P
             for older in checkpoints(run):
                 if older != path:
                     (older / _STATE).unlink(missing_ok=True)
-        except (OSError, RuntimeError, SafetensorError) as error:
+        except (OSError, RuntimeError) as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise LoadError(f"{path}: the checkpoint cannot be written: {error}; those before it are whole") from error
     trainer.ranks.meet()
