@@ -252,12 +252,12 @@ def recipe(
 ) -> None:
     """Record, train and evaluate in one go, after saying how long it will take."""
     target = Target.load(model, engine)
-    layers = target.model.config.layers
+    layers, most = target.model.config.layers, target.model.config.max_position - 1
     taps = (2, layers // 2, layers - 3) if which.variant == "eagle3" else ()
     whole = Recipe(
         target,
         load_conversations(prompts),
-        replace(storing, taps=taps),
+        replace(storing, taps=taps, max_length=min(storing.max_length, most)),
         which,
         replace(settings, objective=losses, batch_tokens=step_tokens),
         engine,

@@ -284,3 +284,33 @@ def test_panels_are_drawn_side_by_side(tmp_path):
 def test_help(path):
     shown = run(*path, "--help")
     assert shown.exit_code == 0 and "Usage:" in shown.stdout
+
+
+def test_a_recipe_goes_the_whole_way_and_says_before_how_long_it_takes(work, tmp_path):
+    """Conversations may be as long as the model's positions allow, which are fewer than usual here."""
+    held_out = asked(tmp_path, "held_out.jsonl", 2, answered=True)
+    steps = ("--step-tokens", 60, "--epochs", 1, "--depths", 1, "--vocab", 100)
+    whole = ("recipe", work / "model", work / "prompts.jsonl", "--held-out", held_out, "--out", tmp_path / "all")
+    only = worked(*whole, *steps, "--max-tokens", 8, "--estimate")
+    assert "million tokens: recording" in only.stderr and not only.stdout and not (tmp_path / "all").exists()
+    done = worked(*whole, *steps, "--max-tokens", 8)
+    assert "million tokens: recording" in done.stderr
+    report = json.loads(done.stdout)
+    assert report == json.loads((tmp_path / "all" / "evaluation.json").read_text())
+    assert len(Recording(tmp_path / "all" / "recording")) == 5
+    assert Path(report["best"]).is_dir() and {s["form"] for s in report["served"]} == {"chain of 4", "tree of 32"}
+
+
+def test_a_second_stage_begins_with_the_head_of_the_first(work, tmp_path):
+    """It keeps its ids and kind, whatever is said of these, and its first loss is the first stage's last."""
+    last = sorted((work / "run").glob("step-*"))[-1] / "head"
+    args = ("head", work / "model", work / "r", "--step-tokens", 1000, "--depths", 2, "--lr", 1e-9, "--vocab", 50)
+    worked(*args, "--epochs", 1, "--out", tmp_path / "more", "--start", last)
+    worked(*args, "--epochs", 1, "--out", tmp_path / "anew")
+    losses = [
+        json.loads((tmp_path / run / "log.jsonl").read_text().splitlines()[0])["loss"] for run in ("more", "anew")
+    ]
+    assert losses[0] < losses[1]
+    made = next((tmp_path / "more").glob("step-*")) / "head"
+    target = load_target(work / "model").model.config
+    assert open_head(made, target).mapping().tolist() == open_head(last, target).mapping().tolist()
