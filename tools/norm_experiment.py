@@ -15,13 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
-from tandem.bench.plot import Panel, save_panels
 from tandem.bench.prompts import spread
 from tandem.config import EngineConfig
 from tandem.sampling import SamplingParams
 from tandem.training.conversations import load_conversations
 from tandem.training.evaluate import Form, serve
-from tandem.training.journal import read_journal
+from tandem.training.journal import plot_curves, read_journal
 from tandem.training.loss import Objective
 from tandem.training.ranks import Ranks
 from tandem.training.run import HeadSettings, Run, train
@@ -39,7 +38,7 @@ def main() -> None:
         objective=Objective(depths=options.depths), steps=options.steps, batch_tokens=options.step_tokens, clip=1.0
     )
     lengths = {"short": replace(common, longest=options.short), "long": replace(common, shortest=options.long)}
-    lines: dict[str, list[list[dict]]] = {}
+    lines: dict[str, list[dict]] = {}
     report = []
     for length, settings in lengths.items():
         for seed in options.seeds:
@@ -49,12 +48,11 @@ def main() -> None:
                 run = Run(target, options.recording, folder)
                 last = train(run, which, replace(settings, seed=seed), Ranks(), save_every=options.steps)
                 served = serve(target, last / "head", prompts, Form(4, tree=False), params)
-                journal = read_journal(folder)
-                lines.setdefault(f"{variant}, {length}", []).append(journal)
+                journal = lines[f"{variant}, {length}, seed {seed}"] = read_journal(folder)
                 report.append({"variant": variant, "length": length, "seed": seed, **_ends(journal), "served": served})
                 print(json.dumps(report[-1]), flush=True)
     (options.out / "norms.json").write_text(json.dumps(report, indent=1) + "\n")
-    _draw(options.out / "norms.png", lines)
+    plot_curves(lines, options.out / "norms.png")
 
 
 def _ends(journal: list[dict]) -> dict[str, float]:
@@ -62,21 +60,6 @@ def _ends(journal: list[dict]) -> dict[str, float]:
     tail = journal[-max(1, len(journal) // 10) :]
     scores = [line["scores"][0] for line in tail]
     return {"loss": mean(s["ce"] for s in scores), "accuracy": mean(s["accuracy"] for s in scores)}
-
-
-def _draw(file: Path, lines: dict[str, list[list[dict]]]) -> None:
-    """Cross-entropy and accuracy at the first depth, one line for each run."""
-    panels = []
-    for name, up in (("ce", "cross-entropy at depth 1"), ("accuracy", "accuracy at depth 1")):
-        drawn = {}
-        for kind, journals in lines.items():
-            for seed, journal in enumerate(journals):
-                values = [line["scores"][0][name] for line in journal]
-                width = max(1, len(values) // 25)
-                smooth = [mean(values[max(0, i - width + 1) : i + 1]) for i in range(len(values))]
-                drawn[f"{kind}, seed {seed}"] = ([float(line["step"]) for line in journal], smooth)
-        panels.append(Panel("step", up, drawn))
-    save_panels(file, panels)
 
 
 def _options() -> argparse.Namespace:

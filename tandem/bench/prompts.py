@@ -21,11 +21,11 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tandem.errors import InvalidValue, LoadError
 
-__all__ = ["Item", "load_prompts", "spread"]
+__all__ = ["Item", "load_prompts", "read_records", "spread"]
 
 _FIELDS = (("user",), ("prompt",), ("question",), ("Body", "Question"), ("instruction",))
 _NAMES = ("name", "task_id", "question_id", "id", "ID")
@@ -35,7 +35,7 @@ _PERSON = ("human", "user")
 
 T = TypeVar("T")
 
-_Place = tuple[str, object]
+Place = tuple[str, Any]
 """Where a record stands ("line 3", "record 7"), and the record."""
 
 
@@ -60,19 +60,23 @@ def load_prompts(path: Path, limit: int | None = None) -> list[Item]:
         LoadError: names the file and the line or record that cannot be read.
         InvalidValue: the limit is below 1.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise LoadError(f"{path}: the prompts cannot be read: {error}") from error
-    records = _records(path, text) if text.lstrip()[:1] in ("{", "[") else _lines(text)
     items = []
-    for number, (place, record) in enumerate(records):
+    for number, (place, record) in enumerate(read_records(path)):
         words = _text(path, place, record)
         if words is not None:
             items.append(_item(path.stem, number, record, words))
     if not items:
         raise LoadError(f"{path}: no prompts in it")
     return spread(items, limit)
+
+
+def read_records(path: Path) -> list[Place]:
+    """The records of a file; of plain text one for each line. Raises LoadError."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LoadError(f"{path}: the prompts cannot be read: {error}") from error
+    return list(_records(path, text) if text.lstrip()[:1] in ("{", "[") else _lines(text))
 
 
 def spread(items: Sequence[T], limit: int | None) -> list[T]:
@@ -83,13 +87,13 @@ def spread(items: Sequence[T], limit: int | None) -> list[T]:
     return [items[i * len(items) // count] for i in range(count)]
 
 
-def _lines(text: str) -> Iterator[_Place]:
+def _lines(text: str) -> Iterator[Place]:
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             yield f"line {number}", {"user": line}
 
 
-def _records(path: Path, text: str) -> Iterator[_Place]:
+def _records(path: Path, text: str) -> Iterator[Place]:
     """The records of one JSON value, or of a JSON value per line."""
     try:
         whole = json.loads(text)
@@ -109,7 +113,7 @@ def _records(path: Path, text: str) -> Iterator[_Place]:
         yield f"record {number}", record
 
 
-def _json_lines(path: Path, text: str) -> Iterator[_Place]:
+def _json_lines(path: Path, text: str) -> Iterator[Place]:
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:

@@ -82,6 +82,7 @@ _HELP = {
     "weight_decay": "of matrices, by AdamW",
     "clip": "largest norm of the gradient",
     "compute": "precision of products: bfloat16 or float32",
+    "learn": "answers: what the target said; all: also what it would have said within prompts",
     "weighting": "token: all places weigh the same; sequence: all answers do",
     "noise": "half width of noise on the fed states, relative to their size",
     "mixed_drafts": "draft also while other prompts are being read",

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -21,7 +21,6 @@ from tandem.cli.models import ModelArgument
 from tandem.cli.options import options
 from tandem.config import EngineConfig
 from tandem.errors import InvalidValue, LoadError
-from tandem.models.head import lm_head_rows
 from tandem.threads import apart
 from tandem.training import run
 from tandem.training.conversations import Conversation, load_conversations
@@ -37,6 +36,7 @@ from tandem.training.recording import write_json
 from tandem.training.run import HeadSettings
 from tandem.training.target import Target
 from tandem.training.trainer import StepReport, TrainSettings
+from tandem.training.variants import variant
 
 __all__ = ["evaluate", "export", "head", "recipe", "record"]
 
@@ -148,39 +148,39 @@ def head(
     save_every: Annotated[int, typer.Option(help="steps between checkpoints")] = 200,
 ) -> None:
     """Train a draft head from a recording. Under torchrun, several processes train it together."""
-    target = Target.load(model, engine)
-    ranks = Ranks.join(parallel, target.model.device)
     wanted = replace(settings, objective=losses, batch_tokens=step_tokens)
+    which = replace(which, taps=numbers("layers", layers))
+    ranks = Ranks.join(parallel, engine.device)
     reports: list[StepReport] = []
     try:
+        target = Target.load(model, engine)
         with steps_bar(ranks.first) as show:
 
             def tick(report: StepReport, steps: int) -> None:
                 reports.append(report)
                 show(report, steps)
 
-            which = replace(which, taps=numbers("layers", layers))
             path = run.train(run.Run(target, recording, out), which, wanted, ranks, save_every, tick)
     finally:
         ranks.leave()
     if ranks.first:
-        typer.echo(json.dumps({"checkpoint": str(path), **_speed(target, path, reports, wanted)}))
+        typer.echo(json.dumps({"checkpoint": str(path), **_speed(target, path, reports, wanted, ranks.count)}))
 
 
 def _speed(
-    target: Target, checkpoint: Path, reports: Sequence[StepReport], settings: TrainSettings
+    target: Target, checkpoint: Path, reports: Sequence[StepReport], settings: TrainSettings, processes: int
 ) -> dict[str, float]:
     """Tokens per second and core, and those that products with weights alone would allow, as fast as one large product
-    here. The first step, which is slower, does not count."""
+    here, which as many processes do at a time. The first step, which is slower, does not count."""
     timed = reports[1:]
     if not timed:
         return {"tokens": sum(report.work.tokens for report in reports)}
-    head = run.opened(target, checkpoint / "head")[0].head
+    head = run.head_of(target, checkpoint / "head")
     work = Work(*(sum(getattr(r.work, f.name) for r in timed) for f in fields(Work)))
     speed = work.tokens / sum(report.seconds for report in timed)
-    products = apart(multiply_speed, head, getattr(torch, settings.compute), target.model.device)
+    products = processes * apart(multiply_speed, head, getattr(torch, settings.compute), target.model.device)
     bound = products * work.tokens / work.operations(head, settings.objective.depths)
-    cores = torch.get_num_threads()
+    cores = processes * torch.get_num_threads()
     return {
         "tokens": sum(report.work.tokens for report in reports),
         "tokens_per_second": round(speed, 1),
@@ -190,10 +190,12 @@ def _speed(
     }
 
 
+@options(*_DRAFTING, "batch_tokens", "max_rows", "page_size", "kv_bytes", "kv_pages")
 def evaluate(
     model: ModelArgument,
     path: Annotated[Path, typer.Argument(help="a run of `tandem train head`, or a head")],
     prompts: Annotated[Path, typer.Option(help="file of held-out prompts")],
+    engine: EngineConfig,
     recording: Annotated[Path | None, typer.Option(help="of held-out samples, to compare with training")] = None,
     limit: Annotated[int, typer.Option(help="prompts of each kind")] = 10,
     chain: Annotated[int, typer.Option(help="tokens of a chain")] = 4,
@@ -210,14 +212,9 @@ def evaluate(
     if output is not None and not output.parent.is_dir():  # found out before minutes of measuring
         raise InvalidValue("json", str(output), "a file in a folder that is there")
     asked = by_kind(load_conversations(prompts, regenerate=True), limit)
-    target = Target.load(model, EngineConfig())
+    target = Target.load(model, engine)
     report = judge(target, path, asked, recording, settings, lambda line: typer.echo(line, err=True))
-    typer.echo(json.dumps(report))
-    if output is not None:
-        try:
-            write_json(output, report)
-        except OSError as error:
-            raise LoadError(f"{output}: the report cannot be written: {error.strerror}") from error
+    _report(report, output)
 
 
 def export(
@@ -229,8 +226,7 @@ def export(
     """Write a head in a format that other engines load, or in Tandem's own."""
     target = Target.load(model, EngineConfig())
     made, weights = run.opened(target, heads_of(head)[-1])
-    ids = torch.arange(made.target.vocab) if made.ids is None else made.ids
-    write(kind, out, made, weights, lm_head_rows(target.model, ids))
+    write(kind, out, made, weights, run.frozen_of(target, made, torch.bfloat16).lm_head)
     typer.echo(out)
 
 
@@ -251,9 +247,10 @@ def recipe(
     only_estimate: Annotated[bool, typer.Option("--estimate", help="say how long it takes, and stop")] = False,
 ) -> None:
     """Record, train and evaluate in one go, after saying how long it will take."""
+    asked = by_kind(load_conversations(held_out, regenerate=True), 10)  # found out before hours of training
     target = Target.load(model, engine)
-    layers, most = target.model.config.layers, target.model.config.max_position - 1
-    taps = (2, layers // 2, layers - 3) if which.variant == "eagle3" else ()
+    config = target.model.config
+    taps, most = variant(which.variant, config, config.vocab).taps, config.max_position - 1
     whole = Recipe(
         target,
         load_conversations(prompts),
@@ -263,18 +260,24 @@ def recipe(
         engine,
     )
     say = partial(typer.echo, err=True)
-    say(estimate(whole, say).line())
+    say(estimate(whole, say))
     if only_estimate:
         return
     with samples_bar() as tick:
         record_all(target, whole.conversations, out / "recording", whole.recording, engine, Watch(tick=tick))
     with steps_bar(True) as show:
         run.train(run.Run(target, out / "recording", out / "run"), which, whole.training, Ranks(), tick=show)
-    report = judge(
-        target, out / "run", by_kind(load_conversations(held_out, regenerate=True), 10), None, JudgeSettings(), say
-    )
-    write_json(out / "evaluation.json", report)
+    _report(judge(target, out / "run", asked, None, JudgeSettings(), say), out / "evaluation.json")
+
+
+def _report(report: dict[str, Any], file: Path | None) -> None:
+    """Print it, and write it to a file. Raises LoadError."""
     typer.echo(json.dumps(report))
+    if file is not None:
+        try:
+            write_json(file, report)
+        except OSError as error:
+            raise LoadError(f"{file}: the report cannot be written: {error.strerror}") from error
 
 
 def by_kind(conversations: Sequence[Conversation], limit: int) -> list[Conversation]:
@@ -312,7 +315,7 @@ def steps_bar(shown: bool) -> Iterator[Callable[[StepReport, int], None]]:
             accuracy = " ".join(f"{scores['accuracy']:.3f}" for scores in report.scores)
             line = f"loss {report.loss:.3f}  accuracy {accuracy}  {report.speed:,.0f} tokens/s"
             bar.update(task, completed=report.step, total=steps, description=line)
-            if shown and not console.is_terminal and report.step % max(1, steps // 50) in (0, 1):
+            if shown and not console.is_terminal and (report.step == 1 or report.step % max(1, steps // 50) == 0):
                 typer.echo(f"step {report.step} of {steps}: {line}", err=True)
 
         yield show

@@ -8,7 +8,7 @@ nothing but s, and all ranks agree without a word.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tandem.training.loss import taught
 from tandem.training.recording import Recording, Sample
+from tandem.training.twin import late_rows
 
 __all__ = ["Documents", "Source", "deal", "epoch_steps", "late_places", "supervised_places"]
 
@@ -25,7 +26,7 @@ class Documents:
     """Documents behind one another: a sample of n tokens has n - 2 places.
 
     Attributes:
-        lengths: places of each.
+        lengths: places of each; `late`: how many of these, from the first on at which a draft could begin.
         features: [T, F] what a head is fed at each place.
         finals: [T, H] the target's normed state one token further, to be matched.
         tokens: [T] the token behind each place.
@@ -34,6 +35,7 @@ class Documents:
     """
 
     lengths: tuple[int, ...]
+    late: tuple[int, ...]
     features: Tensor
     finals: Tensor
     tokens: Tensor
@@ -48,6 +50,7 @@ class Documents:
         lengths = tuple(len(sample.tokens) - 2 for sample in samples)
         return cls(
             lengths,
+            tuple(map(late_places, samples)),
             torch.cat([s[:-1].index_select(1, fed) for s in states]),
             torch.cat([s[1:, -hidden:] for s in states]),
             torch.cat([s.tokens[1:-1] for s in samples]),
@@ -59,19 +62,12 @@ class Documents:
 
     def to(self, device: torch.device) -> Documents:
         """The same on a device."""
-        return Documents(self.lengths, *(getattr(self, f.name).to(device) for f in fields(self)[1:]))
-
-    @cached_property
-    def late(self) -> list[int]:
-        """Places of each document from the first on at which a draft could begin."""
-        begun = [pending.nonzero() for pending in self.pending.split(self.lengths)]
-        return [n - int(b[0]) if len(b) else 0 for n, b in zip(self.lengths, begun, strict=True)]
+        return Documents(self.lengths, self.late, *(getattr(self, f.name).to(device) for f in fields(self)[2:]))
 
     @cached_property
     def asked(self) -> Tensor:
-        """[R] those places, packed."""
-        parts = zip(self.lengths, self.late, strict=True)
-        return torch.cat([torch.arange(n) >= n - r for n, r in parts]).nonzero()[:, 0].to(self.place.device)
+        """[R] the late places, packed."""
+        return late_rows(self.lengths, self.late, self.place.device)
 
     def taught(self, depth: int, known: Tensor) -> Tensor:
         """[T] the places that count at a depth; `known` [V] says which ids the head can guess."""
@@ -124,16 +120,23 @@ class Source:
         hidden: H.
         fed: [F] the columns of the states that a head reads.
         compute: states of token lists, for a recording without any.
+        everything: whether prompts count as if the target had said them.
     """
 
     recording: Recording
     hidden: int
     fed: Tensor
     compute: Callable[[Sequence[Sequence[int]]], list[Tensor]] | None = None
+    everything: bool = False
+
+    def sample(self, index: int, states: bool = True) -> Sample:
+        """One sample, as it is learnt from."""
+        sample = self.recording.sample(index, states)
+        return replace(sample, supervised=torch.ones_like(sample.supervised)) if self.everything else sample
 
     def documents(self, indices: Sequence[int]) -> Documents:
         """The documents of these samples."""
-        samples = [self.recording.sample(i) for i in indices]
+        samples = [self.sample(i) for i in indices]
         if self.compute is None:
             states = [s.states for s in samples if s.states is not None]
         else:

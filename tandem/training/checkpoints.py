@@ -49,7 +49,10 @@ def save(run: Path, trainer: Trainer, made: Made, settings: dict[str, Any]) -> P
             partial.mkdir(parents=True)
             write_tandem(partial / "head", made, {name: tensor.cpu() for name, tensor in masters.items()})
             content = {"step": trainer.step, "masters": masters, "optimizer": optimizer, "settings": settings}
-            torch.save(content | {"ids": made.ids}, partial / _STATE)
+            torch.save(content, partial / _STATE)
+            for file in filter(Path.is_file, partial.rglob("*")):  # a rename may reach the disk before what it names
+                with file.open("rb") as written:
+                    os.fsync(written.fileno())
             shutil.rmtree(path, ignore_errors=True)
             os.replace(partial, path)
             for older in checkpoints(run):
@@ -73,7 +76,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 def restore(trainer: Trainer, content: dict[str, Any]) -> None:
     """Put a trainer where a state was saved."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=False)
+    options = StateDictOptions(full_state_dict=True)
     set_state_dict(
         trainer.twin,
         trainer.optimizer,

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
-from tandem.bench.prompts import load_prompts
+from tandem.bench.prompts import load_prompts, read_records
 from tandem.errors import InvalidValue, LoadError
 from tandem.llm import Message
 from tandem.text import Tokenizer
@@ -50,11 +49,7 @@ def load_conversations(path: Path, regenerate: bool = False) -> list[Conversatio
     Raises:
         LoadError: names the file and the line or record that cannot be read.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise LoadError(f"{path}: the prompts cannot be read: {error}") from error
-    records = _records(path, text)
+    records = read_records(path)
     if not any(isinstance(record, dict) and "messages" in record for _, record in records):
         items = load_prompts(path)
         return [Conversation(i.name, i.kind, ({"role": "user", "content": i.text},)) for i in items]
@@ -71,25 +66,6 @@ def load_conversations(path: Path, regenerate: bool = False) -> list[Conversatio
         name = str(record.get("id", f"{path.stem}-{number}"))
         found.append(Conversation(name, str(record.get("kind", path.stem)), tuple(messages)))
     return found
-
-
-def _records(path: Path, text: str) -> list[tuple[str, Any]]:
-    """What is in a file of JSON, and where; nothing of plain text, or of what `load_prompts` finds to be no JSON."""
-    if text.lstrip()[:1] not in ("{", "["):
-        return []
-    try:
-        whole = json.loads(text)
-    except ValueError:
-        records: list[tuple[str, Any]] = []
-        for number, line in enumerate(text.split("\n"), 1):
-            try:
-                records += [(f"line {number}", json.loads(line))] if line.strip() else []
-            except ValueError as error:
-                if not records:  # not even the first one
-                    return []
-                raise LoadError(f"{path}: line {number} is no JSON: {error}") from error
-        return records
-    return [(f"record {n}", each) for n, each in enumerate(whole if isinstance(whole, list) else [whole])]
 
 
 def digest_of(conversations: Sequence[Conversation]) -> str:
@@ -124,9 +100,11 @@ def given(tokenizer: Tokenizer, conversation: Conversation) -> tuple[list[int], 
         for turn, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            start = len(prompt := tokenizer.chat(messages[:turn])) if turn else 0
+            if not turn:  # an answer to nothing
+                raise Unusable("the chat template does not match")
+            start = len(prompt := tokenizer.chat(messages[:turn]))
             behind = tokenizer.chat(messages[: turn + 1], add_generation_prompt=False)
-            if not turn or whole[: len(behind)] != behind or behind[:start] != prompt:
+            if whole[: len(behind)] != behind or behind[:start] != prompt:
                 raise Unusable("the chat template does not match")
             ends = (i + 1 for i in range(start, len(behind)) if behind[i] in tokenizer.end_ids)
             end = next(ends, len(behind))

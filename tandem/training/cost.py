@@ -13,7 +13,7 @@ from tandem.models.head_shapes import shapes_of
 
 __all__ = ["Work", "multiply_speed"]
 
-_EVERYWHERE = ("fc.", "feature_fc.", "k_proj.", "v_proj.")
+_EVERYWHERE = ("fc.", "k_proj.", "v_proj.")
 """Matrices that depth 0 applies to every token; the others, and all at further depths, to what is asked for."""
 
 

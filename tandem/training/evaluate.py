@@ -20,7 +20,6 @@ from tandem.engine.build import Drafting, Site, head_runners
 from tandem.engine.stage import stage_guesses
 from tandem.engine.step import Decoding
 from tandem.errors import LoadError, TandemError
-from tandem.llm import Submission
 from tandem.models.head import Head
 from tandem.models.load import load_head
 from tandem.request import Request
@@ -30,11 +29,10 @@ from tandem.speculate.head_draft import HeadChain, HeadRunner
 from tandem.speculate.verify import Chance, Rule
 from tandem.training.batches import Documents
 from tandem.training.conversations import Conversation, Unusable, opening
-from tandem.training.loss import Objective, depth_loss
-from tandem.training.loss import Target as Goal
+from tandem.training.loss import Objective, means
 from tandem.training.recording import Sample
 from tandem.training.target import Target
-from tandem.training.trainer import Frozen
+from tandem.training.trainer import Frozen, loss_of
 from tandem.training.twin import HeadTwin
 
 __all__ = ["Form", "Mismatch", "check_gap", "probe", "probed_states", "score", "serve", "twin_states"]
@@ -67,15 +65,16 @@ class _Probe(HeadChain):
 
     Attributes:
         texts: the recorded ids; a request's seed says which are its own.
-        states: by request, and by the place where a draft begins, [depths, H].
+        states: by text, and by the place where a draft begins, [depths, H].
     """
 
-    def __init__(self, runner: HeadRunner, rule: Rule, forced: _Forced, depths: int) -> None:
+    def __init__(
+        self, runner: HeadRunner, rule: Rule, forced: _Forced, depths: int, texts: Sequence[Sequence[int]]
+    ) -> None:
         super().__init__(runner, rule)
         self.max_draft = depths
-        self.forced = forced
-        self.texts: list[list[int]] = []
-        self.states: dict[Request, dict[int, Tensor]] = {}
+        self.forced, self.texts = forced, texts
+        self.states: dict[int, dict[int, Tensor]] = {}
 
     def draft(self, decoding: Decoding, carry: Carry) -> Draft:
         """Nothing; what rows emit in this step is known."""
@@ -90,7 +89,7 @@ class _Probe(HeadChain):
             states.append(self.runner.over(batch.holding(tokens.to(carried.device)), states[-1])[: len(tokens)])
         for place, request in enumerate(decoding.requests):
             made = torch.stack([state[place, -hidden:].float().cpu() for state in states])
-            self.states.setdefault(request, {})[request.known - 2] = made
+            self.states.setdefault(request.seed, {})[request.known - 2] = made
         return Draft.empty(len(decoding.requests), decoding.index.device)
 
     def _following(self, request: Request, further: int) -> int:
@@ -112,36 +111,34 @@ def probe(target: Target, head: Path, samples: Sequence[Sample], depths: int) ->
         For each sample, by the place where a draft begins, [depths, H] what the lm_head reads, the true tokens given.
     """
     module = _module(target, head, "bf16")
-    forced = _Forced()
-    made: list[_Probe] = []
+    forced, texts = _Forced(), [sample.tokens.tolist() for sample in samples]
 
     def make(site: Site) -> _Probe:
-        made.append(_Probe(head_runners([module], site)[0], site.rule, forced, depths))
-        return made[0]
+        return _Probe(head_runners([module], site)[0], site.rule, forced, depths, texts)
 
-    longest = max(len(sample.tokens) for sample in samples) + depths + 1
     # The head is shown all that a step computes, so that drafts begin behind the first token.
     config = EngineConfig(
-        device=str(target.model.device), prefix_cache=False, mixed_drafts=True, max_length=longest, batch_tokens=256
+        device=str(target.model.device),
+        prefix_cache=False,
+        mixed_drafts=True,
+        max_length=max(map(len, texts)) + depths + 1,
+        batch_tokens=256,
     )
+    starts = [int(sample.supervised.nonzero()[0]) for sample in samples]
+    # So many further tokens that drafts at the end have all their depths.
+    params = [
+        SamplingParams(max_tokens=len(text) - start + depths, temperature=0.0, ignore_eos=True, seed=number)
+        for number, (text, start) in enumerate(zip(texts, starts, strict=True))
+    ]
     llm = target.engine(Drafting(make, modules=(module,), reading=module.head.reading), config)
-    llm.engine.driver.step.rule = forced
-    waiting: list[Submission] = []
+    step = llm.engine.driver.step
+    step.rule = forced
     try:
-        made[0].texts += [sample.tokens.tolist() for sample in samples]
-        for number, (text, sample) in enumerate(zip(made[0].texts, samples, strict=True)):
-            start = int(sample.supervised.nonzero()[0])
-            # So many further tokens that drafts at the end have all their depths.
-            most = len(text) - start + depths
-            params = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True, seed=number)
-            waiting.append(llm.submit(text[:start], params))
-        for submission in waiting:
-            while not (delta := submission.results.get()).ended:  # type: ignore[union-attr]
-                if isinstance(delta, Exception):
-                    raise delta
+        llm.generate([text[:start] for text, start in zip(texts, starts, strict=True)], params)
     finally:
         llm.close()
-    return [made[0].states[submission.requests[0]] for submission in waiting]
+    assert isinstance(step.speculator, _Probe)
+    return [step.speculator.states[number] for number in range(len(texts))]
 
 
 def _module(target: Target, head: Path, width: Width) -> Head:
@@ -193,16 +190,10 @@ def score(
     states: Sequence[Tensor], documents: Documents, frozen: Frozen, objective: Objective
 ) -> tuple[float, list[dict[str, float]]]:
     """The loss, and the scores of each depth."""
-    asked = documents.asked
-    rows = documents.taught(0, frozen.known)[asked].nonzero()[:, 0]
-    goal = Goal.of(documents.finals[asked[rows]], frozen.lm_head)
-    loss, scores = 0.0, []
-    for depth, seen in enumerate(states):
-        counted = documents.taught(depth, frozen.known).float()[asked[rows]]
-        part, made = depth_loss(seen[rows], counted, goal, frozen.lm_head, objective)
-        loss += objective.decay**depth * float(part) / max(1, len(rows))
-        scores.append(made.means())
-    return loss, scores
+    count = max(1, int(documents.taught(0, frozen.known).sum()))
+    weights = torch.full((len(documents.tokens),), 1 / count, device=frozen.lm_head.device)
+    loss, sums = loss_of(states, documents, weights, frozen, objective)
+    return float(loss), list(map(means, sums))
 
 
 def check_gap(trained: Sequence[Tensor], served: Sequence[Tensor], documents: Documents, frozen: Frozen) -> list[float]:
@@ -219,12 +210,13 @@ def check_gap(trained: Sequence[Tensor], served: Sequence[Tensor], documents: Do
             break
         apart = ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp(min=1e-6))[counts]
         medians.append(float(apart.median()))
-        if medians[-1] > _FAR:
-            first = int((apart > _FAR).nonzero()[0])
+        if not medians[-1] <= _FAR:  # or no number
+            far = ~(apart <= _FAR)
+            first = int(far.nonzero()[0])
             raise Mismatch(
                 f"training and inference differ at depth {depth + 1}: the median distance of states is "
                 f"{medians[-1]:.3f} of their length, at most {_FAR} is rounding; "
-                f"{float((apart > _FAR).float().mean()):.0%} of the places are apart, the first one at place "
+                f"{float(far.float().mean()):.0%} of the places are apart, the first one at place "
                 f"{int(places[counts][first])} of its document; " + _diagnosis(depth, medians)
             )
     return medians

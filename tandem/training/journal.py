@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from tandem.bench.plot import Panel, save_panels
+from tandem.training.recording import replacing
 from tandem.training.trainer import StepReport
 
 __all__ = ["Journal", "plot_curves", "read_journal"]
@@ -29,9 +29,8 @@ class Journal:
         self._run = run
         kept = [line for line in read_journal(run) if line["step"] <= step]
         # In one step, so that whoever is killed before the first line loses none of those before.
-        partial = run / f"{_LINES}.partial"
-        partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        os.replace(partial, run / _LINES)
+        with replacing(run / _LINES) as partial:
+            partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         self._file = (run / _LINES).open("a", encoding="utf-8")
         self._events = _events(run, step)
 
@@ -66,7 +65,7 @@ def read_journal(run: Path) -> list[dict[str, Any]]:
 
 
 def plot_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
-    """Loss, and accuracy by depth, of one run or several, smoothed over a fiftieth of the steps."""
+    """Loss, and accuracy by depth, of one run or several, smoothed over a twenty-fifth of the steps."""
     losses: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
     right: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
     for name, lines in runs.items():
@@ -79,7 +78,7 @@ def plot_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> 
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    width = max(1, len(values) // 50)
+    width = max(1, len(values) // 25)
     return [sum(values[max(0, i - width + 1) : i + 1]) / min(i + 1, width) for i in range(len(values))]
 
 

@@ -18,7 +18,7 @@ from tandem.training.evaluate import Form, check_gap, probe, probed_states, scor
 from tandem.training.export import variant_of
 from tandem.training.loss import Objective
 from tandem.training.recording import Recording
-from tandem.training.run import frozen_of, open_source, opened
+from tandem.training.run import frozen_of, head_of, open_source, opened, recording_of
 from tandem.training.target import Target
 from tandem.training.twin import HeadTwin
 
@@ -98,7 +98,7 @@ def judge(
         return serve(target, head, prompts, form, params, settings.depth)
 
     heads = heads_of(path)
-    recorded = None if recording is None else _comparable(target, heads, Recording(recording))
+    recorded = None if recording is None else _comparable(target, heads, recording)
     candidates = []
     for head in heads:
         by_kind = measured(head, chain, 0.0)
@@ -121,22 +121,21 @@ def judge(
     return report
 
 
-def _comparable(target: Target, heads: Sequence[Path], recording: Recording) -> Recording:
+def _comparable(target: Target, heads: Sequence[Path], folder: Path) -> Recording:
     """The recording, if training and inference of these heads can be compared on it. Raises LoadError."""
-    target.identity.check(recording.manifest.target, str(recording.folder))
+    recording = recording_of(target, folder)
     for path in heads:
-        head, there = opened(target, path)[0].head, recording.manifest.taps
+        head, there = head_of(target, path), recording.manifest.taps
         if variant_of(head) is None:
             raise LoadError(f"{path}: a {head.format} head has conventions that are not trained here: no recording")
         if not set(head.taps) <= set(there):
-            raise LoadError(f"{recording.folder} holds layers {list(there)}; {path} reads {list(head.taps)}")
+            raise LoadError(f"{folder} holds layers {list(there)}; {path} reads {list(head.taps)}")
     return recording
 
 
 def compare(target: Target, head: Path, recording: Recording, settings: JudgeSettings) -> dict[str, Any]:
     """Loss and scores by depth of training and of inference, and how far their states are apart. Raises Mismatch, and
-    LoadError for a recording that does not fit."""
-    _comparable(target, [head], recording)
+    LoadError for a recording without short samples."""
     made, weights = opened(target, head)
     twin = HeadTwin(made.head, weights)
     frozen = frozen_of(target, made, torch.bfloat16 if target.model.dtype == torch.bfloat16 else torch.float32)

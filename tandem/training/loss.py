@@ -19,23 +19,31 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, smooth_l1_loss
 
-__all__ = ["Objective", "Scores", "Target", "depth_loss", "soft_cross_entropy", "taught"]
+from tandem.checks import check_real, check_whole
+
+__all__ = ["Goal", "Objective", "depth_loss", "filled", "means", "soft_cross_entropy", "taught"]
 
 _CHUNK = 128  # rows whose logits are computed at once: they should stay in the cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """The weights of the losses: of cross-entropy, of states, and what a depth weighs relative to the one before."""
+    """The weights of the losses: of cross-entropy, of states, and what each of the `depths` weighs relative to the one
+    before. Raises InvalidValue."""
 
     ce: float = 1.0
     state: float = 0.1
     depths: int = 3
     decay: float = 0.8
 
+    def __post_init__(self) -> None:
+        check_whole("depths", self.depths, 1, 16)
+        for name in ("ce", "state", "decay"):
+            check_real(name, getattr(self, name), 0.0, 1e3)
+
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class Goal:
     """What is to be matched at R places: the target's normed states [R, H], its distributions [R or more, outputs], and
     their likeliest ids. Behind R is what fills up the last chunk."""
 
@@ -44,9 +52,9 @@ class Target:
     best: Tensor
 
     @classmethod
-    def of(cls, states: Tensor, lm_head: Tensor) -> Target:
+    def of(cls, states: Tensor, lm_head: Tensor) -> Goal:
         """With the lm_head's rows [outputs, H] of the ids that the head knows."""
-        whole = _filled(states)
+        whole = filled(states)
         laws = states.new_empty(len(whole), len(lm_head), dtype=torch.float32)
         best = torch.empty(len(whole), dtype=torch.int64, device=states.device)
         for at in range(0, len(whole), _CHUNK):
@@ -59,18 +67,13 @@ class Target:
         return cls(states.float(), laws, best)
 
 
-@dataclass(slots=True)
-class Scores:
-    """Weighted sums over places of one depth, as one tensor [5]: weight, cross-entropy, SmoothL1, guesses that are the
-    target's likeliest id, and the probability mass that both laws share (what sampling accepts)."""
-
-    sums: Tensor
-
-    def means(self) -> dict[str, float]:
-        """Per unit of weight."""
-        weight, *sums = self.sums.tolist()
-        names = ("ce", "state", "accuracy", "overlap")
-        return {name: value / weight if weight else 0.0 for name, value in zip(names, sums, strict=True)}
+def means(sums: Tensor) -> dict[str, float]:
+    """Scores per unit of weight, from their weighted sums over places of one depth [5]: weight, cross-entropy,
+    SmoothL1, guesses that are the target's likeliest id, and the probability mass that both laws share (what sampling
+    accepts)."""
+    weight, *rest = sums.tolist()
+    names = ("ce", "state", "accuracy", "overlap")
+    return {name: value / weight if weight else 0.0 for name, value in zip(names, rest, strict=True)}
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
@@ -79,12 +82,12 @@ class _SoftCrossEntropy(torch.autograd.Function):
     memory is what this costs."""
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, lm_head: Tensor, target: Target, weights: Tensor) -> tuple[Tensor, Tensor]:
-        count, states, weights = len(states), _filled(states), _filled(weights)
+    def forward(ctx: Any, states: Tensor, lm_head: Tensor, goal: Goal, weights: Tensor) -> tuple[Tensor, Tensor]:
+        count, states, weights = len(states), filled(states), filled(weights)
         gradient, sums = torch.empty_like(states), torch.zeros(3, device=states.device)
         for at in range(0, len(states), _CHUNK):
             rows = slice(at, at + _CHUNK)
-            law, weight = target.laws[rows], weights[rows]
+            law, weight = goal.laws[rows], weights[rows]
             logits = (states[rows].to(lm_head.dtype) @ lm_head.T).float()
             top, best = logits.max(-1, keepdim=True)
             logits.sub_(top)
@@ -94,7 +97,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
             each += whole.log()[:, 0]
             q.div_(whole)
             shared = torch.minimum(law, q).sum(-1)
-            right = (best[:, 0] == target.best[rows]).float()
+            right = (best[:, 0] == goal.best[rows]).float()
             sums += (torch.stack((each, right, shared)) * weight).sum(-1)  # autocast would round a product
             gradient[rows] = q.sub_(law).mul_(weight[:, None]).to(lm_head.dtype) @ lm_head
         ctx.save_for_backward(gradient[:count])
@@ -106,16 +109,16 @@ class _SoftCrossEntropy(torch.autograd.Function):
         return gradient * grads[0], None, None, None
 
 
-def soft_cross_entropy(states: Tensor, lm_head: Tensor, target: Target, weights: Tensor) -> tuple[Tensor, Tensor]:
+def soft_cross_entropy(states: Tensor, lm_head: Tensor, goal: Goal, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Weighted sums over rows: the cross-entropy, and [2] right guesses and shared mass.
 
     Args:
         states: [R, H] what the lm_head reads.
         lm_head: [outputs, H], frozen.
-        target: what is to be matched.
+        goal: what is to be matched.
         weights: [R].
     """
-    loss, figures = _SoftCrossEntropy.apply(states, lm_head, target, weights)
+    loss, figures = _SoftCrossEntropy.apply(states, lm_head, goal, weights)
     return loss, figures.detach()
 
 
@@ -135,24 +138,24 @@ def taught(said: Tensor, pending: Tensor, place: Tensor, depth: int) -> Tensor:
 
 
 def depth_loss(
-    seen: Tensor, weights: Tensor, target: Target, lm_head: Tensor, objective: Objective
-) -> tuple[Tensor, Scores]:
-    """The weighted loss of one depth and its scores.
+    seen: Tensor, weights: Tensor, goal: Goal, lm_head: Tensor, objective: Objective
+) -> tuple[Tensor, Tensor]:
+    """The weighted loss of one depth, and the sums [5] of its scores (see `means`).
 
     Args:
         seen: [R, H] what the lm_head reads.
         weights: [R].
-        target: what is to be matched.
+        goal: what is to be matched.
         lm_head: [outputs, H].
         objective: the weights of the losses.
     """
-    ce, figures = soft_cross_entropy(seen, lm_head, target, weights)
-    state = (smooth_l1_loss(seen.float(), target.states, reduction="none").mean(-1) * weights).sum()
+    ce, figures = soft_cross_entropy(seen, lm_head, goal, weights)
+    state = (smooth_l1_loss(seen.float(), goal.states, reduction="none").mean(-1) * weights).sum()
     sums = torch.cat((torch.stack([weights.sum(), ce.detach(), state.detach()]), figures))
-    return objective.ce * ce + objective.state * state, Scores(sums)
+    return objective.ce * ce + objective.state * state, sums
 
 
-def _filled(t: Tensor) -> Tensor:
-    """With zeros behind, up to whole chunks: matrix libraries make code for every number of rows they meet."""
-    missing = -len(t) % _CHUNK
+def filled(t: Tensor, block: int = _CHUNK) -> Tensor:
+    """With zeros behind, up to a multiple of `block` rows: matrix libraries make code for every number they meet."""
+    missing = -len(t) % block
     return pad(t, (0, 0) * (t.dim() - 1) + (0, missing)) if missing else t

@@ -31,15 +31,18 @@ class Ranks:
     way: str = "ddp"
 
     @classmethod
-    def join(cls, way: str, device: torch.device) -> Ranks:
-        """Meet the others, if this process was started as one of several. Raises InvalidValue."""
+    def join(cls, way: str, device: str) -> Ranks:
+        """Meet the others, if this process was started as one of several; of the GPUs of a machine each takes its own,
+        where `device` is "cuda". Raises InvalidValue."""
         if way not in ("ddp", "fsdp"):
             raise InvalidValue("parallel", way, "ddp or fsdp")
         if not dist.is_torchelastic_launched():
             return cls(way=way)
+        if device == "cuda":
+            torch.cuda.set_device(dist.get_node_local_rank())
         if not dist.is_initialized():
             # Sums of figures are on the CPU in any case.
-            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+            dist.init_process_group("cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo")
         return cls(dist.get_rank(), dist.get_world_size(), way)
 
     def spread(self, module: nn.Module) -> nn.Module:

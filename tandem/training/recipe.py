@@ -1,4 +1,4 @@
-"""A head from a file of prompts, in one go: how long it will take, then recording, training and measuring."""
+"""A head from a file of prompts in one go: what it takes, and how long that will be, tried on a few conversations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 
 from tandem.bench.prompts import spread
 from tandem.config import EngineConfig
-from tandem.errors import InvalidValue
 from tandem.training.conversations import Conversation
 from tandem.training.ranks import Ranks
 from tandem.training.record import RecordSettings, Watch, record
@@ -18,7 +17,7 @@ from tandem.training.run import HeadSettings, Run, train
 from tandem.training.target import Target
 from tandem.training.trainer import StepReport, TrainSettings
 
-__all__ = ["Estimate", "Recipe", "estimate"]
+__all__ = ["Recipe", "estimate"]
 
 _TRIED = 16  # conversations
 
@@ -35,32 +34,9 @@ class Recipe:
     engine: EngineConfig
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """Seconds that stages will take, and the tokens there will be, scaled up from a try on a few conversations."""
-
-    recording: float
-    training: float
-    tokens: float
-
-    def line(self) -> str:
-        """For people."""
-        total = self.recording + self.training
-        return (
-            f"about {self.tokens / 1e6:.2f} million tokens: recording {_time(self.recording)}, training "
-            f"{_time(self.training)}, {_time(total)} in all, without the evaluation"
-        )
-
-
-def estimate(recipe: Recipe, tell: Callable[[str], None] = lambda line: None) -> Estimate:
-    """Record and train on a few conversations, as many as the engine has rows, and scale up.
-
-    Raises:
-        InvalidValue: there is no conversation.
-        Others: those of `record` and `train`.
-    """
-    if not recipe.conversations:
-        raise InvalidValue("prompts", 0, "at least one conversation")
+def estimate(recipe: Recipe, tell: Callable[[str], None] = lambda line: None) -> str:
+    """Record and train on a few conversations, as many as the engine has rows, and scale up: a line for people.
+    Raises what `record` and `train` do."""
     some = spread(recipe.conversations, max(_TRIED, recipe.engine.max_rows))
     share = len(recipe.conversations) / len(some)
     tell(f"trying {len(some)} conversations, to know how long it will take")
@@ -70,12 +46,16 @@ def estimate(recipe: Recipe, tell: Callable[[str], None] = lambda line: None) ->
         recording = time.perf_counter() - began
         reports: list[StepReport] = []
         run = Run(recipe.target, Path(folder) / "recording", Path(folder) / "run")
-        trial = replace(recipe.training, steps=3, epochs=1.0)
+        trial = replace(recipe.training, steps=3)
         train(run, recipe.head, trial, Ranks(), tick=lambda report, steps: reports.append(report))
         # The first step is slower.
         speed = sum(r.work.tokens for r in reports[1:]) / max(1e-9, sum(r.seconds for r in reports[1:]))
     tokens = done.tokens * share
-    return Estimate(recording * share, recipe.training.epochs * tokens / speed, tokens)
+    first, second = recording * share, recipe.training.epochs * tokens / speed
+    return (
+        f"about {tokens / 1e6:.2f} million tokens: recording {_time(first)}, training {_time(second)}, "
+        f"{_time(first + second)} in all, without the evaluation"
+    )
 
 
 def _time(seconds: float) -> str:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from itertools import islice, pairwise
 from pathlib import Path
 
 import torch
@@ -114,9 +114,8 @@ class Recorder:
                 spans.rows, spans.counts, spans.bounds, read.split(spans.counts), strict=True
             ):
                 request = self._at[row]
-                if (
-                    bound == count
-                ):  # its beginning, for the first time or after preemption; the first token has no state
+                # Its beginning, for the first time or after preemption; the first token has no state.
+                if bound == count:
                     self._kept[request] = [states[1:]]
                 else:
                     self._kept[request].append(states)
@@ -135,14 +134,10 @@ class Shown:
     """An engine whose recorder is at hand: token ids in, states out, several at once."""
 
     def __init__(self, target: Target, reading: Reading, config: EngineConfig) -> None:
-        made: list[Recorder] = []
-
-        def make(site: Site) -> Recorder:
-            made.append(Recorder(site))
-            return made[0]
-
-        self.llm: LLM = target.engine(Drafting(make, reading=reading), config)
-        self.recorder = made[0]
+        self.llm: LLM = target.engine(Drafting(Recorder, reading=reading), config)
+        recorder = self.llm.engine.driver.step.speculator
+        assert isinstance(recorder, Recorder)
+        self.recorder = recorder
 
     @classmethod
     def of(cls, target: Target, recording: Recording) -> Shown:
@@ -150,10 +145,6 @@ class Shown:
         longest = int(recording.lengths.max()) + 1
         config = EngineConfig(device=str(target.model.device), prefix_cache=False, draft_tokens=0, max_length=longest)
         return cls(target, recording.manifest.reading, config)
-
-    def submit(self, tokens: Sequence[int], params: SamplingParams) -> Submission:
-        """Queue one. Raises InvalidValue."""
-        return self.llm.submit(tokens, params)
 
     def wait(self, submission: Submission) -> tuple[Request, Tensor]:
         """The request, when it has ended, and its states. Raises EngineFailure."""
@@ -168,7 +159,7 @@ class Shown:
     def states(self, texts: Sequence[Sequence[int]]) -> list[Tensor]:
         """[n - 1, F] for each text of n tokens."""
         passing = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-        waiting = [self.submit(text, passing) for text in texts]
+        waiting = [self.llm.submit(text, passing) for text in texts]
         return [self.wait(w)[1][: len(text) - 1] for w, text in zip(waiting, texts, strict=True)]
 
     def close(self) -> None:
@@ -233,27 +224,29 @@ def _run(
     shown: Shown, jobs: list[_Job], writer: Writer, settings: RecordSettings, done: Recorded, watch: Watch
 ) -> None:
     """Keep the engine's rows full; take results in order."""
-    waiting: deque[tuple[_Job, Submission]] = deque()
-    window = 3 * shown.llm.config.max_rows
+
+    def submitted(job: _Job) -> tuple[_Job, Submission]:
+        return job, shown.llm.submit(job.tokens, _params(job, settings))
+
+    todo = iter(jobs)
+    waiting = deque(map(submitted, islice(todo, 3 * shown.llm.config.max_rows)))
     ended = tokens = 0
-    for place in range(len(jobs) + window):
-        if place < len(jobs):
-            waiting.append((jobs[place], shown.submit(jobs[place].tokens, _params(jobs[place], settings))))
-        if waiting and (len(waiting) == window or place >= len(jobs)):
-            job, submission = waiting.popleft()
-            try:
-                request, states = _ended(shown, submission)
-                tokens += len(request.tokens)
-                sample = _sample(job, request, states, settings)
-            except Unusable as reason:
-                done.left_out[str(reason)] += 1
-            else:
-                writer.add(sample)
-                done.samples += 1
-                done.tokens += len(sample.tokens)
-            ended += 1
-            watch.tick(ended, len(jobs), tokens)
-    writer.flush()
+    while waiting:
+        job, submission = waiting.popleft()
+        try:
+            request, states = _ended(shown, submission)
+            tokens += len(request.tokens)
+            sample = _sample(job, request, states, settings)
+        except Unusable as reason:
+            done.left_out[str(reason)] += 1
+        else:
+            writer.add(sample)
+            done.samples += 1
+            done.tokens += len(sample.tokens)
+        waiting.extend(map(submitted, islice(todo, 1)))
+        ended += 1
+        watch.tick(ended, len(jobs), tokens)
+    writer.finish()
 
 
 def _ended(shown: Shown, submission: Submission) -> tuple[Request, Tensor]:
@@ -272,7 +265,7 @@ def _sample(job: _Job, request: Request, states: Tensor, settings: RecordSetting
     supervised = job.supervised or [i >= len(job.tokens) for i in range(len(tokens))]
     if not _teaches(supervised):
         raise Unusable("its answer has fewer than two tokens")
-    kept = states[: len(tokens) - 1].clone() if settings.states == "stored" else None
+    kept = states[: len(tokens) - 1] if settings.states == "stored" else None
     return Sample(job.number, torch.tensor(tokens), torch.tensor(supervised), kept)
 
 
@@ -323,9 +316,7 @@ def _bytes_needed(target: Target, jobs: Sequence[_Job], settings: RecordSettings
 
 def _engine_config(config: EngineConfig, settings: RecordSettings) -> EngineConfig:
     """One more token than the limit, which a given answer of full length is followed by."""
-    return EngineConfig(
-        **{**asdict(config), "prefix_cache": False, "draft_tokens": 0, "max_length": settings.max_length + 1}
-    )
+    return replace(config, prefix_cache=False, draft_tokens=0, max_length=settings.max_length + 1)
 
 
 def _manifest(
@@ -345,7 +336,6 @@ def _manifest(
         dtype=str(target.model.dtype).removeprefix("torch."),
         prompts=digest_of(conversations),
         samples=len(conversations),
-        kinds=tuple(c.kind for c in conversations),
         settings={
             "max_tokens": settings.max_tokens,
             "max_length": settings.max_length,

@@ -1,6 +1,6 @@
 """`Recording`: tokens, supervised places and hidden states of a target, on disk; and the `Writer` that makes one.
 
-    manifest.json             what it was made of and for; written once, before the first sample
+    manifest.json             what it was made of and for; in the end also how much it is
     shard-00000.safetensors   numbers [S] of its samples, lengths [S], tokens [T], supervised [T], states [T - S, F]
 
 A sample of n tokens has the states of its first n - 1 (nobody feeds the last one's). A shard appears by a rename when
@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from tandem.cache.features import Reading
 from tandem.errors import InvalidValue, LoadError
 from tandem.training.target import Identity
 
-__all__ = ["Manifest", "Recording", "Sample", "Writer", "write_json"]
+__all__ = ["Manifest", "Recording", "Sample", "Writer", "check_same", "replacing", "write_json"]
 
 _MANIFEST = "manifest.json"
 _SHARD = "shard-{:05}.safetensors"
@@ -55,9 +56,9 @@ class Manifest:
         states: "stored", or "online": they are computed when they are needed, by the same pass.
         dtype: of the states.
         prompts: digest of the conversations, and `samples` their number; a sample's number counts them.
-        kinds: of each conversation, by number.
         settings: how answers were made.
         last_hidden: "post": the final state is normed.
+        totals: samples, tokens, and supervised ones; of a recording that was finished.
     """
 
     target: Identity
@@ -66,15 +67,20 @@ class Manifest:
     dtype: str
     prompts: str
     samples: int
-    kinds: tuple[str, ...] = field(repr=False)
     settings: dict[str, Any]
     last_hidden: str = "post"
+    totals: dict[str, int] = field(default_factory=dict)
     version: int = _VERSION
 
     @property
     def reading(self) -> Reading:
         """What of the target is in a row of states."""
         return Reading(self.taps, final=True)
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """All that must agree where a recording is gone on with."""
+        return {name: value for name, value in asdict(self).items() if name != "totals"}
 
 
 class Writer:
@@ -89,7 +95,7 @@ class Writer:
             folder.mkdir(parents=True, exist_ok=True)
             begun = any(folder.glob("shard-*.safetensors"))
             if begun:
-                _same(folder, _read_manifest(folder), manifest)
+                check_same(folder, "recording", _read_manifest(folder).said, manifest.said)
             else:  # what a run that recorded nothing has said binds nobody
                 write_json(folder / _MANIFEST, asdict(manifest))
             for stale in folder.glob("*.partial"):
@@ -119,7 +125,6 @@ class Writer:
             return
         place = 1 + max((int(f.stem.partition("-")[2]) for f in self.folder.glob("shard-*.safetensors")), default=-1)
         path = self.folder / _SHARD.format(place)
-        partial = path.with_name(path.name + ".partial")
         tensors = {
             "numbers": torch.tensor([s.number for s in self._held]),
             "lengths": torch.tensor([len(s.tokens) for s in self._held]),
@@ -128,18 +133,25 @@ class Writer:
         }
         states = [s.states for s in self._held if s.states is not None]
         try:
-            save_file(tensors | ({"states": torch.cat(states)} if states else {}), partial)
-            with partial.open("rb") as file:
-                os.fsync(file.fileno())
-            os.replace(partial, path)
+            with replacing(path) as partial:
+                save_file(tensors | ({"states": torch.cat(states)} if states else {}), partial)
         except (OSError, SafetensorError) as error:
-            partial.unlink(missing_ok=True)
             raise LoadError(
                 f"{path}: a shard cannot be written: {error}; {len(self.done)} samples are on disk: the same command "
                 "goes on from there when there is space"
             ) from error
         self.done.update(s.number for s in self._held)
         self._held.clear()
+
+    def finish(self) -> None:
+        """Write what is held, and how much there is in all. Raises LoadError as `flush` does."""
+        self.flush()
+        if self.done:
+            self.manifest = replace(self.manifest, totals=Recording(self.folder).totals)
+            try:
+                write_json(self.folder / _MANIFEST, asdict(self.manifest))
+            except OSError as error:
+                raise LoadError(f"{self.folder}: the manifest cannot be written: {error.strerror}") from error
 
 
 class Recording:
@@ -209,16 +221,24 @@ class Recording:
             supervised += int(self._file(shard).get_tensor("supervised").sum())
         return {"samples": len(self), "tokens": int(self.lengths.sum()), "supervised": supervised}
 
-    def kinds(self, indices: Sequence[int]) -> list[str]:
-        """The kind of the prompt of each sample."""
-        return [self.manifest.kinds[self.numbers[i]] for i in indices]
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write, which takes the place of `path` in one step when all of it is on disk."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        yield partial
+        with partial.open("rb") as file:  # a rename may reach the disk before what it names
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: object) -> None:
     """Replace a file in one step."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    with replacing(path) as partial:
+        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def _read_manifest(folder: Path) -> Manifest:
@@ -227,24 +247,27 @@ def _read_manifest(folder: Path) -> Manifest:
         raw = json.loads(path.read_text(encoding="utf-8"))
         if raw.get("version") != _VERSION:
             raise LoadError(f"{path}: version = {raw.get('version')!r}: allowed is {_VERSION}")
-        listed = {"taps": tuple(raw["taps"]), "kinds": tuple(raw["kinds"]), "target": Identity(**raw["target"])}
+        listed = {"taps": tuple(raw["taps"]), "target": Identity(**raw["target"])}
         return Manifest(**{**raw, **listed})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise LoadError(f"{path}: no manifest of a recording: {error}") from error
 
 
-def _same(folder: Path, there: Manifest, wanted: Manifest) -> None:
+def check_same(folder: Path, kind: str, there: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raises LoadError, naming what differs."""
-    theirs, ours = _fields(there), _fields(wanted)
-    for key in theirs | ours:
-        value, other = theirs.get(key), ours.get(key)
-        if value != other:
-            said = "another list" if key == "kinds" else f"{value!r}, not {other!r}"
-            raise LoadError(f"{folder} holds a recording with {key} = {said}; choose another folder to record anew")
+    theirs, ours = _flat(there), _flat(wanted)
+    changed = [
+        f"{key} = {theirs.get(key)!r}, not {ours.get(key)!r}"
+        for key in dict.fromkeys((*theirs, *ours))
+        if theirs.get(key) != ours.get(key)
+    ]
+    if changed:
+        raise LoadError(f"{folder} holds a {kind} with {'; '.join(changed)}; choose another folder to begin anew")
 
 
-def _fields(manifest: Manifest) -> dict[str, Any]:
-    """All that must agree, one by one."""
-    made = asdict(manifest)
-    parts = {f"{name}.{key}": value for name in ("target", "settings") for key, value in made.pop(name).items()}
-    return parts | made
+def _flat(said: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Settings within settings by dotted names."""
+    found: dict[str, Any] = {}
+    for key, value in said.items():
+        found |= _flat(value, f"{before}{key}.") if isinstance(value, dict) else {before + key: value}
+    return found

@@ -6,7 +6,9 @@ from dataclasses import dataclass, fields
 from hashlib import file_digest, sha256
 from pathlib import Path
 
-from tandem.config import EngineConfig
+import torch
+
+from tandem.config import EngineConfig, Width
 from tandem.engine.build import Drafting, assemble, compute_dtype
 from tandem.errors import LoadError
 from tandem.hub import resolve
@@ -40,9 +42,9 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A loaded model with its tokenizer."""
+    """A loaded model with its tokenizer; `weights` is the width it was loaded at, as in `EngineConfig`."""
 
-    name: str
+    weights: Width
     path: Path
     model: Model
     tokenizer: Tokenizer
@@ -51,11 +53,13 @@ class Target:
     @classmethod
     def load(cls, name: str, config: EngineConfig) -> Target:
         """Load a model by name or path. Raises LoadError or InvalidValue."""
+        if config.threads:  # engines and training take over the number that was set last
+            torch.set_num_threads(config.threads)
         path = resolve(name).path
         model = apart(load_model, path, compute_dtype(config), config.device, config.weights)
         tokenizer, c = load_tokenizer(path), model.config
         identity = Identity(c.hidden, c.vocab, c.layers, digest_of(path), **tokenizer.digests)
-        return cls(name, path, model, tokenizer, identity)
+        return cls(config.weights, path, model, tokenizer, identity)
 
     def engine(self, drafting: Drafting, config: EngineConfig) -> LLM:
         """An engine of its own around the model."""

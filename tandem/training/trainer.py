@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from itertools import count
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -23,11 +22,11 @@ from tandem.checks import check_real, check_whole
 from tandem.errors import InvalidValue, TandemError
 from tandem.training.batches import Documents, Source, deal, epoch_steps, late_places, supervised_places
 from tandem.training.cost import Work
-from tandem.training.loss import Objective, Scores, Target, depth_loss
+from tandem.training.loss import Goal, Objective, depth_loss, means
 from tandem.training.ranks import Ranks
 from tandem.training.twin import HeadTwin
 
-__all__ = ["Frozen", "StepReport", "TrainSettings", "Trainer", "TrainingFailure"]
+__all__ = ["Frozen", "StepReport", "TrainSettings", "Trainer", "TrainingFailure", "loss_of"]
 
 
 class TrainingFailure(TandemError):
@@ -46,6 +45,7 @@ class TrainSettings:
         lr: the highest learning rate, reached after `warmup` of all steps, falling to `floor` of it like a cosine.
         betas, weight_decay: of AdamW; gains are not decayed.
         clip: largest norm of the gradient.
+        learn: "answers", what the target said itself; "all": also what it would have said within prompts.
         weighting: "token": all places weigh the same; "sequence": all answers do.
         noise: half width of uniform noise added to each fed state, in units of its root mean square.
         seed: of order and noise.
@@ -65,6 +65,7 @@ class TrainSettings:
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.01
     clip: float = 0.5
+    learn: Literal["answers", "all"] = "answers"
     weighting: Literal["token", "sequence"] = "token"
     noise: float = 0.0
     seed: int = 0
@@ -77,7 +78,6 @@ class TrainSettings:
         check_whole("longest", self.longest, 3, 1 << 30)
         check_whole("batch_tokens", self.batch_tokens, 1, 1 << 30)
         check_whole("micro_tokens", self.micro_tokens, 1, 1 << 30)
-        check_whole("depths", self.objective.depths, 1, 16)
         for name, low, high in (("warmup", 0.0, 1.0), ("floor", 0.0, 1.0), ("noise", 0.0, 10.0)):
             check_real(name, getattr(self, name), low, high)
         for name in ("lr", "clip"):
@@ -86,9 +86,8 @@ class TrainSettings:
         check_whole("seed", self.seed, 0, 1 << 31)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise InvalidValue("betas", self.betas, "two numbers from 0 to less than 1")
-        for name in ("ce", "state", "decay"):
-            check_real(name, getattr(self.objective, name), 0.0, 1e3)
-        for name, allowed in (("weighting", ("token", "sequence")), ("compute", ("bfloat16", "float32"))):
+        choices = {"learn": ("answers", "all"), "weighting": ("token", "sequence"), "compute": ("bfloat16", "float32")}
+        for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise InvalidValue(name, getattr(self, name), "one of " + ", ".join(allowed))
 
@@ -136,18 +135,33 @@ class _Lesson(nn.Module):
         features = documents.features.float()
         if noise is not None:
             features = features + noise.to(device) * features.square().mean(-1, keepdim=True).sqrt()
-        asked = documents.asked
-        rows = documents.taught(0, frozen.known)[asked].nonzero()[:, 0]
-        target = Target.of(documents.finals[asked[rows]], frozen.lm_head)
         embedded = frozen.embed(documents.tokens).float()
         made = self.twin(features, embedded, documents.lengths, documents.late, objective.depths)
-        loss, scores = features.new_zeros(()), []
-        for k, seen in enumerate(made):
-            counted = (weights * documents.taught(k, frozen.known))[asked[rows]]
-            part, score = depth_loss(seen.index_select(0, rows), counted, target, frozen.lm_head, objective)
-            loss = loss + objective.decay**k * part
-            scores.append(score.sums)
-        return loss, torch.stack(scores)
+        return loss_of(made, documents, weights, frozen, objective)
+
+
+def loss_of(
+    made: Sequence[Tensor], documents: Documents, weights: Tensor, frozen: Frozen, objective: Objective
+) -> tuple[Tensor, Tensor]:
+    """[] the weighted loss, and [depths, 5] the sums of its scores, see `loss.means`.
+
+    Args:
+        made: for each depth what the lm_head reads at the places `documents.asked`.
+        documents: what was said there.
+        weights: [T] of places.
+        frozen: the target's parts.
+        objective: the weights of the losses.
+    """
+    asked = documents.asked
+    rows = documents.taught(0, frozen.known)[asked].nonzero()[:, 0]
+    goal = Goal.of(documents.finals[asked[rows]], frozen.lm_head)
+    loss, scores = weights.new_zeros(()), []
+    for k, seen in enumerate(made):
+        counted = (weights * documents.taught(k, frozen.known))[asked[rows]]
+        part, sums = depth_loss(seen.index_select(0, rows), counted, goal, frozen.lm_head, objective)
+        loss = loss + objective.decay**k * part
+        scores.append(sums)
+    return loss, torch.stack(scores)
 
 
 class Trainer:
@@ -162,7 +176,8 @@ class Trainer:
     def __init__(
         self, twin: HeadTwin, frozen: Frozen, source: Source, settings: TrainSettings, ranks: Ranks | None = None
     ) -> None:
-        self.twin, self.settings, self.source = twin, settings, source
+        self.twin, self.settings = twin, settings
+        self.source = replace(source, everything=settings.learn == "all")
         self.ranks = ranks or Ranks()
         self._frozen = frozen
         self._lesson = self.ranks.spread(_Lesson(twin, frozen, settings))
@@ -170,7 +185,7 @@ class Trainer:
         gains = [p for p in twin.parameters() if p.dim() <= 1]
         groups: list[dict[str, Any]] = [{"params": decayed}, {"params": gains, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(
-            groups, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
+            groups, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
         )
         self.step = 0
         self._plans: dict[int, list[list[int]]] = {}
@@ -202,7 +217,7 @@ class Trainer:
         rate = self._rate(self.step)
         norm = self._update(float(loss), rate, indices)
         self.step += 1
-        scored = tuple(Scores(sums).means() for sums in total)
+        scored = tuple(map(means, total))
         return StepReport(self.step, float(loss), rate, norm, work, time.perf_counter() - began, scored)
 
     def _update(self, loss: float, rate: float, indices: list[int]) -> float:
@@ -249,11 +264,11 @@ class Trainer:
 
     def _indices(self, step: int) -> list[int]:
         """The samples of a step."""
-        for epoch in count():
-            if step < len(self._epoch(epoch)):
-                return self._epoch(epoch)[step]
+        epoch = 0
+        while step >= len(self._epoch(epoch)):
             step -= len(self._epoch(epoch))
-        raise AssertionError("epochs do not end")
+            epoch += 1
+        return self._epoch(epoch)[step]
 
     def _parts(self, indices: list[int]) -> list[list[int]]:
         """This process' micro-batches: as many as every other's."""
@@ -264,7 +279,7 @@ class Trainer:
 
     def _whole(self, indices: list[int]) -> tuple[float, Work]:
         """The weight of all places of a step, wherever they are computed, or 1; and how many there are."""
-        samples = [self.source.recording.sample(i, states=False) for i in indices]
+        samples = [self.source.sample(i, states=False) for i in indices]
         places = [supervised_places(sample, self._frozen.known.cpu()) for sample in samples]
         weight = sum(map(bool, places)) if self.settings.weighting == "sequence" else sum(places)
         tokens = sum(len(sample.tokens) for sample in samples)

@@ -17,14 +17,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, pad, scaled_dot_product_attention, silu
+from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 from tandem.kernels.precision import widen, working_dtype
 from tandem.kernels.rope import Rope
 from tandem.models.head_config import HeadConfig
 from tandem.models.head_shapes import OUTPUT_NORM, shapes_of
+from tandem.training.loss import filled
 
-__all__ = ["HeadTwin"]
+__all__ = ["HeadTwin", "late_rows"]
 
 _LAYER = "model.layers.0."
 _ROWS, _BLOCK = 256, 64  # rows of a product, and of attention over one document, come in multiples of these
@@ -57,15 +58,14 @@ class HeadTwin(nn.Module):
             For each depth [R, H], what the lm_head reads, R the sum of `late`.
         """
         places = torch.cat([torch.arange(n, device=features.device) for n in lengths])
-        wanted = [torch.arange(n, device=features.device) >= n - r for n, r in zip(lengths, late, strict=True)]
-        asked, cut = torch.cat(wanted).nonzero()[:, 0], (list(lengths), list(late))
+        asked, cut = late_rows(lengths, late, features.device), (list(lengths), list(late))
         rows = len(asked)
         # Matrix libraries make code for every shape they meet: few shapes, by rows that nobody looks at.
-        asked, places = _filled(asked), _filled(places)
+        asked, places = filled(asked, _ROWS), filled(places, _ROWS)
         rotation = self._rope.tables(places, max(lengths), working_dtype(features.dtype))
         late_rotation = (rotation[0][asked], rotation[1][asked])
-        embedded = _filled(embedded)
-        x, entry = self._enter(self.lift(_filled(features)), embedded)
+        embedded = filled(embedded, _ROWS)
+        x, entry = self._enter(self.lift(filled(features, _ROWS)), embedded)
         past = [self._keys(entry, rotation)]
         made: list[Tensor] = []
         x, entry, embedded = (t.index_select(0, asked) for t in (x, entry, embedded))
@@ -88,15 +88,15 @@ class HeadTwin(nn.Module):
         h = self._norm("hidden_norm.weight", state) if head.hidden_norm else state
         both = torch.cat((h, e) if head.hidden_first else (e, h), 1)
         if head.joined == "wide":
-            return widen(h if head.normed_residual else state), both
+            return widen(h if head.normed_residual else state), _narrow(both)
         x = widen(self._times("fc", both))
-        return x, self._norm(f"{_LAYER}input_layernorm.weight", x) if head.input_norm else x
+        return x, _narrow(self._norm(f"{_LAYER}input_layernorm.weight", x) if head.input_norm else x)
 
     def _leave(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
         """What the lm_head reads, and what is fed back."""
         head, name = self.head, f"{_LAYER}mlp."
         x = x + attended
-        normed = self._norm(f"{_LAYER}post_attention_layernorm.weight", x)
+        normed = _narrow(self._norm(f"{_LAYER}post_attention_layernorm.weight", x))
         gated = silu(self._times(f"{name}gate_proj", normed)) * self._times(f"{name}up_proj", normed)
         x = x + self._times(f"{name}down_proj", gated)
         seen = self._norm(OUTPUT_NORM, x) if head.output_norm else x
@@ -135,7 +135,7 @@ class HeadTwin(nn.Module):
         window = self.head.layer.sliding_window[0]
         # Also of documents that ask for nothing: whatever a process is dealt, every weight has its part in the loss.
         parts = [_attend(q, entries, window) for q, entries in zip(queries, zip(*depths, strict=True), strict=True)]
-        return self._times(f"{_LAYER}self_attn.o_proj", _filled(torch.cat(parts).flatten(1)))
+        return self._times(f"{_LAYER}self_attn.o_proj", filled(torch.cat(parts).flatten(1), _ROWS))
 
     def _times(self, name: str, x: Tensor) -> Tensor:
         part = self.get_submodule(name)
@@ -143,6 +143,12 @@ class HeadTwin(nn.Module):
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         return _RMSNorm.apply(widen(x), self.get_parameter(name), self.head.layer.norm_eps)
+
+
+def late_rows(lengths: Sequence[int], late: Sequence[int], device: torch.device) -> Tensor:
+    """[R] where the last `late` places of documents that are `lengths` long stand, document behind document."""
+    wanted = [torch.arange(n, device=device) >= n - r for n, r in zip(lengths, late, strict=True)]
+    return torch.cat(wanted).nonzero()[:, 0]
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -165,6 +171,12 @@ class _RMSNorm(torch.autograd.Function):
         return grad.addcmul_(normed, along, value=-1).mul_(scale), gain, None
 
 
+def _narrow(x: Tensor) -> Tensor:
+    """In the dtype of products: rounded once here, and not once more in each of them."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """As `kernels.rope.rotate`, leaving x alone."""
     return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
@@ -175,29 +187,26 @@ def _attend(q: Tensor, past: Sequence[tuple[Tensor, Tensor]], window: int | None
     and of further depths at the last r: [r, heads, D]."""
     r, n, depth = len(q), len(past[0][0]), len(past) - 1
     # What fills up the keys stands behind every query, and what fills up the queries is cut off.
-    q, *filled = (_filled(t, _BLOCK).transpose(0, 1) for t in (q, *(t for pair in past for t in pair)))
-    (k, v), own = filled[:2], filled[2:]
+    q, k, v, *own = (filled(t, _BLOCK).transpose(0, 1) for t in (q, *(t for pair in past for t in pair)))
     places = torch.arange(n - r, n - r + q.shape[1], device=q.device)
     back = places[:, None] - torch.arange(k.shape[1], device=q.device)
     seen = back >= depth if window is None else (back >= depth) & (back < window)
     if not own:
-        return scaled_dot_product_attention(q[None], k[None], v[None], seen)[0, :, :r].transpose(0, 1)
-    scores = widen(q @ k.transpose(1, 2)).masked_fill(~seen, float("-inf"))
+        whole = r == n and window is None
+        out = scaled_dot_product_attention(q[None], k[None], v[None], None if whole else seen, is_causal=whole)
+        return out[0, :, :r].transpose(0, 1)
+    q = q * q.shape[-1] ** -0.5
+    hidden = torch.zeros_like(seen, dtype=q.dtype).masked_fill_(~seen, float("-inf"))
+    scores = torch.baddbmm(hidden.expand(len(q), -1, -1), q, k.transpose(1, 2))
     # Of depth m the one entry whose place is depth - m before.
     keys = [k.roll(depth - m, 1) for m, k in enumerate(own[::2], 1)]
     values = [v.roll(depth - m, 1) for m, v in enumerate(own[1::2], 1)]
-    near = torch.stack([widen(q * k).sum(-1) for k in keys], -1)
-    shares = (torch.cat((scores, near), -1) * q.shape[-1] ** -0.5).softmax(-1).to(v.dtype)
+    near = [widen(q * k).sum(-1, keepdim=True).to(q.dtype) for k in keys]
+    shares = torch.cat((scores, *near), -1).softmax(-1)
     out = shares[..., : k.shape[1]] @ v
     for m, value in enumerate(values):
         out = out + shares[..., k.shape[1] + m, None] * value
     return out[:, :r].transpose(0, 1)
-
-
-def _filled(t: Tensor, block: int = _ROWS) -> Tensor:
-    """With zeros behind, up to a multiple of `block` rows."""
-    missing = -len(t) % block
-    return pad(t, (0, 0) * (t.dim() - 1) + (0, missing)) if missing else t
 
 
 def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:

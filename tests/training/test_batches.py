@@ -37,7 +37,7 @@ def test_each_place_is_fed_a_state_and_the_next_token_and_asked_for_the_one_behi
 def test_asked_are_the_places_from_the_first_on_at_which_a_draft_can_begin():
     samples = [telling(0, [10, 11, 12, 13, 14], 2), telling(1, [20, 21, 22, 23], 9), telling(2, [30, 31, 32], 0)]
     made = Documents.of(samples, [s.states for s in samples], 2, torch.tensor([1]))
-    assert made.late == [2, 0, 1]
+    assert made.late == (2, 0, 1)
     assert made.asked.tolist() == [1, 2, 5]
 
 

@@ -3,6 +3,7 @@ message says so; tokens per step are those of serving."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -181,6 +182,17 @@ def test_the_message_names_the_places_that_are_apart(target, recording, tmp_path
         check_gap(ours, served, documents, frozen)
 
 
+@pytest.mark.parametrize("whose", ["training", "inference"])
+def test_states_that_are_no_numbers_do_not_pass_for_agreement(target, recording, tmp_path, whose):
+    folder = write_head(tmp_path, target, "mtp")
+    twin, frozen, documents = training(target, folder, recording)
+    ours = twin_states(twin, frozen, documents, DEPTHS)
+    broken = [states.clone() for states in ours]
+    broken[0][int(documents.taught(0, frozen.known)[documents.asked].nonzero()[0])] = math.nan
+    with pytest.raises(Mismatch, match="differ at depth 1: the median distance of states is nan"):
+        check_gap(*((broken, ours) if whose == "training" else (ours, broken)), documents, frozen)
+
+
 def test_depths_that_no_answer_reaches_have_no_gap(target, tmp_path):
     """Answers of two tokens teach the first depth alone; no figure is not a number."""
     recording = Recording(recorded(tmp_path / "r", target, max_tokens=2))
@@ -211,7 +223,7 @@ def test_scores_are_those_of_the_states_that_are_given(target, recording, tmp_pa
     _, frozen, documents = training(target, folder, recording)
     right = [documents.finals[documents.asked]] * 2
     loss, scores = score(right, documents, frozen, Objective(depths=2))
-    assert all(s["accuracy"] == 1.0 and s["overlap"] == pytest.approx(1.0) and s["state"] == 0 for s in scores)
+    assert all(s["accuracy"] == pytest.approx(1.0) == s["overlap"] and s["state"] == 0 for s in scores)
     counts = [float(documents.taught(depth, frozen.known).sum()) for depth in range(2)]
     weighted = [0.8**k * scores[k]["ce"] * counts[k] / counts[0] for k in range(2)]
     assert loss == pytest.approx(sum(weighted)), "as in a step of training"

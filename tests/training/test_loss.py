@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import smooth_l1_loss
 
-from tandem.training.loss import Objective, Scores, Target, depth_loss, soft_cross_entropy, taught
+from tandem.training.loss import Goal, Objective, depth_loss, means, soft_cross_entropy, taught
 
 WIDTH, OUTPUTS = 12, 50
 
@@ -28,7 +28,7 @@ def test_cross_entropy_and_its_gradient_are_those_of_autograd(rows, dtype):
     """Across the borders of chunks, too."""
     theirs, ours, lm_head, weights = case(rows, dtype)
     ours.requires_grad_()
-    loss, _ = soft_cross_entropy(ours, lm_head, Target.of(theirs, lm_head), weights)
+    loss, _ = soft_cross_entropy(ours, lm_head, Goal.of(theirs, lm_head), weights)
     (3 * loss).backward()
     plain = ours.detach().clone().requires_grad_()
     law = (theirs @ lm_head.T).softmax(-1)
@@ -42,8 +42,8 @@ def test_cross_entropy_and_its_gradient_are_those_of_autograd(rows, dtype):
 def test_the_loss_of_a_depth_and_its_gradient_are_those_of_autograd():
     theirs, ours, lm_head, weights = case(200, torch.float32)
     ours.requires_grad_()
-    target = Target.of(theirs, lm_head)
-    loss, scores = depth_loss(ours, weights, target, lm_head, Objective(ce=0.7, state=0.3))
+    target = Goal.of(theirs, lm_head)
+    loss, sums = depth_loss(ours, weights, target, lm_head, Objective(ce=0.7, state=0.3))
     loss.backward()
     plain = ours.detach().clone().requires_grad_()
     ce = (-((theirs @ lm_head.T).softmax(-1) * (plain @ lm_head.T).log_softmax(-1)).sum(-1) * weights).sum()
@@ -52,7 +52,7 @@ def test_the_loss_of_a_depth_and_its_gradient_are_those_of_autograd():
     whole.backward()
     torch.testing.assert_close(loss, whole)
     torch.testing.assert_close(ours.grad, plain.grad, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(scores.sums[:3], torch.stack([weights.sum(), ce.detach(), state.detach()]))
+    torch.testing.assert_close(sums[:3], torch.stack([weights.sum(), ce.detach(), state.detach()]))
 
 
 def hand_made():
@@ -61,7 +61,7 @@ def hand_made():
     theirs = torch.tensor([[0.5, 0.25, 0.125, 0.125], [0.7, 0.1, 0.1, 0.1], [0.25, 0.25, 0.4, 0.1]]).log()
     ours = torch.tensor([[0.4, 0.2, 0.2, 0.2], [0.1, 0.7, 0.1, 0.1], [0.25, 0.25, 0.4, 0.1]]).log()
     shared = torch.tensor([0.4 + 0.2 + 0.125 + 0.125, 0.4, 1.0])
-    return ours, Target.of(theirs, torch.eye(4)), torch.tensor([2.0, 3.0, 1.0]), shared
+    return ours, Goal.of(theirs, torch.eye(4)), torch.tensor([2.0, 3.0, 1.0]), shared
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -69,30 +69,30 @@ def test_right_guesses_and_shared_mass_are_those_counted_by_hand(autocast):
     """Also where products are in bfloat16: sums over places are not."""
     ours, target, weights, shared = hand_made()
     many = [t.repeat_interleave(100, 0) for t in (ours, target.states)]
-    target = Target.of(many[1], torch.eye(4))
+    target = Goal.of(many[1], torch.eye(4))
     weights = weights.repeat_interleave(100) / 700  # no power of two: not a number of bfloat16
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        _, scores = depth_loss(many[0], weights, target, torch.eye(4), Objective())
+        _, sums = depth_loss(many[0], weights, target, torch.eye(4), Objective())
     # bfloat16 logits alone move a probability by less than a hundredth.
     near = dict(abs=1e-2) if autocast else dict(rel=1e-5)
-    assert float(scores.sums[0]) == pytest.approx(6 / 7, rel=1e-5)
-    assert scores.means()["accuracy"] == pytest.approx(3 / 6, rel=1e-5)
-    assert scores.means()["overlap"] == pytest.approx(float(torch.tensor([2.0, 3, 1]) @ shared / 6), **near)
+    assert float(sums[0]) == pytest.approx(6 / 7, rel=1e-5)
+    assert means(sums)["accuracy"] == pytest.approx(3 / 6, rel=1e-5)
+    assert means(sums)["overlap"] == pytest.approx(float(torch.tensor([2.0, 3, 1]) @ shared / 6), **near)
     law, own = many[1].exp(), many[0]
     ce = -(law * own).sum(-1) @ weights / weights.sum()
-    assert scores.means()["ce"] == pytest.approx(float(ce), **near)
+    assert means(sums)["ce"] == pytest.approx(float(ce), **near)
     state = smooth_l1_loss(own, target.states, reduction="none").mean(-1) @ weights / weights.sum()
-    assert scores.means()["state"] == pytest.approx(float(state), rel=1e-5)
+    assert means(sums)["state"] == pytest.approx(float(state), rel=1e-5)
 
 
 def test_no_rows_have_no_loss():
     lm_head = torch.randn(OUTPUTS, WIDTH)
     ours = torch.zeros(0, WIDTH, requires_grad=True)
-    loss, scores = depth_loss(ours, torch.zeros(0), Target.of(torch.zeros(0, WIDTH), lm_head), lm_head, Objective())
+    loss, sums = depth_loss(ours, torch.zeros(0), Goal.of(torch.zeros(0, WIDTH), lm_head), lm_head, Objective())
     loss.backward()
     assert float(loss.detach()) == 0 and ours.grad.shape == (0, WIDTH)
-    assert scores.means() == {"ce": 0.0, "state": 0.0, "accuracy": 0.0, "overlap": 0.0}
-    assert all(math.isfinite(value) for value in Scores(torch.zeros(5)).means().values())
+    assert means(sums) == {"ce": 0.0, "state": 0.0, "accuracy": 0.0, "overlap": 0.0}
+    assert all(math.isfinite(value) for value in means(torch.zeros(5)).values())
 
 
 def places_of(supervised: str, depth: int, known: str | None = None) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -474,14 +473,6 @@ def test_a_setting_that_is_not_allowed_is_refused_by_name(words, changes):
 def test_the_largest_seed_serves(target, tmp_path):
     _, samples = run(target, MIXED[4:6], tmp_path, seed=1 << 40)
     assert len(samples) == 2
-
-
-def test_kinds_are_those_of_the_conversations(target, tmp_path):
-    asked = [said("hello", kind="a"), said("hello", kind="b"), said("hello", kind="a")]
-    run(target, asked, tmp_path)
-    recording = Recording(tmp_path)
-    assert Counter(recording.kinds(range(3))) == {"a": 2, "b": 1}
-    assert recording.kinds([recording.numbers.index(1)]) == ["b"]
 
 
 def test_the_target_is_known_by_its_weights_its_vocabulary_and_its_template(folder, target, tmp_path):

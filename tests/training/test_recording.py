@@ -31,7 +31,6 @@ def manifest(**changes) -> Manifest:
         dtype="float32",
         prompts="prompts",
         samples=20,
-        kinds=tuple(f"kind {i % 3}" for i in range(20)),
         settings={"max_tokens": 8, "temperatures": [0.0, 0.7]},
     )
     return Manifest(**{**values, **changes})
@@ -108,13 +107,23 @@ def test_what_is_read_is_what_was_written_over_several_shards(tmp_path, dtype):
         assert int(recording.lengths[index]) == len(wrote.tokens)
         assert recording.sample(index, states=False).states is None
     assert recording.manifest == writer.manifest
-    assert recording.kinds([1, 6]) == ["kind 0", "kind 2"]
     all_of_it = [sample(n) for n in numbers]
     assert recording.totals == {
         "samples": 7,
         "tokens": sum(len(s.tokens) for s in all_of_it),
         "supervised": sum(int(s.supervised.sum()) for s in all_of_it),
     }
+
+
+def test_a_finished_recording_says_how_much_it_holds(tmp_path):
+    """And may be gone on with, by whoever does not know how much that is."""
+    writer = write(tmp_path, range(4))
+    assert Recording(tmp_path).manifest.totals == {}
+    writer.finish()
+    assert Recording(tmp_path).manifest.totals == Recording(tmp_path).totals == writer.manifest.totals
+    further = write(tmp_path, [4, 5])
+    further.finish()
+    assert Recording(tmp_path).manifest.totals["samples"] == 6
 
 
 def test_an_online_recording_has_no_states(tmp_path):
@@ -285,7 +294,6 @@ OTHERS = {
     "dtype": dict(dtype="bfloat16"),
     "prompts": dict(prompts="others"),
     "samples": dict(samples=21),
-    "kinds": dict(kinds=("another",) * 20),
     "settings.max_tokens": dict(settings={"max_tokens": 9, "temperatures": [0.0, 0.7]}),
     "settings.temperatures": dict(settings={"max_tokens": 8, "temperatures": [0.7, 0.0]}),
 }
@@ -299,7 +307,7 @@ def test_a_recording_of_something_else_is_not_gone_on_with(tmp_path, field):
     name, part = (*field.split("."), "")[:2]
     ours, theirs = (asdict(m)[name] for m in (manifest(**OTHERS[field]), manifest()))
     values = [each[part] if part else each for each in (theirs, ours)]
-    refused(tmp_path, f"{field} = ", *([] if field == "kinds" else map(repr, values)), **OTHERS[field])
+    refused(tmp_path, f"{field} = ", *map(repr, values), **OTHERS[field])
     assert {f.name: f.read_bytes() for f in tmp_path.iterdir()} == before
     assert Writer(tmp_path, manifest()).done == {0, 1}
 

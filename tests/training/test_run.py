@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import resource
+import shutil
 import signal
 import sys
 from collections.abc import Iterable
@@ -175,11 +177,10 @@ def test_ids_of_a_run_that_goes_on_are_those_it_began_with(target, recording, tm
     began = choose_vocabulary(count_tokens(Recording(grown)), 40, target.tokenizer.end_ids)
     run, head = Run(target, grown, tmp_path / "run"), replace(HEAD, vocab=40)
     going(run, head, save_every=1, kill=2)
-    assert torch.equal(read_state(newest_state(run.folder))["ids"], began)
     copied(recording, grown, range(5, 12))
     assert not torch.equal(choose_vocabulary(count_tokens(Recording(grown)), 40, target.tokenizer.end_ids), began)
-    last = going(run, head)
-    assert torch.equal(read_state(last)["ids"], began)
+    going(run, head)
+    assert len(checkpoints(run.folder)) > 2
     assert 256 in began, "the end token"
     for checkpoint in checkpoints(run.folder):
         d2t = load_file(checkpoint / "head" / "model.safetensors")["d2t"]
@@ -208,8 +209,29 @@ def test_a_run_of_other_settings_is_refused_naming_them(target, recording, unbro
 
 def test_a_run_from_other_prompts_is_refused(target, unbroken, tmp_path):
     record(target, PROMPTS[:3], tmp_path / "other", RecordSettings(max_length=128, max_tokens=8), CONFIG, Watch())
-    with pytest.raises(LoadError, match="recording = "):
+    with pytest.raises(LoadError, match=r"recording\.prompts = "):
         going(Run(target, tmp_path / "other", unbroken))
+
+
+def test_a_run_from_other_answers_to_the_same_prompts_is_refused(target, recording, unbroken, tmp_path):
+    there = Path(shutil.copytree(recording, tmp_path / "other"))
+    manifest = json.loads((there / "manifest.json").read_text())
+    manifest["settings"]["seed"] += 1
+    (there / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(LoadError, match=r"recording\.settings\.seed = 0, not 1"):
+        going(Run(target, there, unbroken))
+
+
+@pytest.mark.parametrize(("name", "value"), [("weights", "int4"), ("dtype", "float64")])
+def test_a_recording_of_the_target_in_another_precision_is_refused(target, recording, tmp_path, name, value):
+    """What a head would learn from is not what it is fed in serving."""
+    there = Path(shutil.copytree(recording, tmp_path / "other"))
+    manifest = json.loads((there / "manifest.json").read_text())
+    owner = manifest["settings"] if name == "weights" else manifest
+    before, owner[name] = owner[name], value
+    (there / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(LoadError, match=rf"{name} = '{value}'.*'{before}'"):
+        going(Run(target, there, tmp_path / "run"))
 
 
 def test_a_recording_of_another_target_is_refused(recording, tmp_path):
@@ -317,7 +339,6 @@ def test_a_second_stage_begins_with_the_head_of_the_first(target, recording, unb
     assert [line["step"] for line in read_journal(run.folder)] == list(range(1, 1 + read_state(last)["step"]))
     before, after = (load_file(p / "head" / "model.safetensors") for p in (first, last))
     same(after, before)
-    assert torch.equal(read_state(last)["ids"], read_state(newest_state(unbroken))["ids"])
 
 
 def test_a_run_without_matplotlib_is_whole_but_for_the_picture(target, recording, tmp_path, monkeypatch, caplog):

@@ -6,16 +6,22 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from tandem import LLM, SamplingParams
 from tandem.bench.plot import Panel, save_panels
 from tandem.cli import app
-from tandem.cli.train import by_kind, numbers, reals
+from tandem.cli.train import by_kind, numbers, reals, steps_bar
+from tandem.config import EngineConfig
 from tandem.errors import InvalidValue
 from tandem.models.head_formats import open_head
+from tandem.threads import torch_threads
 from tandem.training.conversations import Conversation
+from tandem.training.cost import Work
 from tandem.training.recording import Recording
+from tandem.training.target import Target
+from tandem.training.trainer import StepReport
 from tests.models import head_files
 from tests.test_pairs import save
 from tests.training.toys_serving import load_target, write_head
@@ -76,7 +82,7 @@ def test_recording_says_what_it_did(work):
     said = json.loads((work / "recorded.json").read_text())
     held = Recording(work / "r")
     assert said["samples"] == len(held) == 5 and said["before"] == said["left_out"] == 0
-    assert said["tokens"] == held.totals["tokens"] and said["recording"] == str(work / "r")
+    assert said["tokens"] == held.manifest.totals["tokens"] and said["recording"] == str(work / "r")
     assert held.manifest.taps == (0, 1, 2) and held.manifest.settings["max_tokens"] == 16
     again = run("record", work / "model", work / "prompts.jsonl", "--out", work / "r", "--taps", "0,1,2",
                 *SHORT)  # fmt: skip
@@ -299,6 +305,27 @@ def test_a_recipe_goes_the_whole_way_and_says_before_how_long_it_takes(work, tmp
     assert report == json.loads((tmp_path / "all" / "evaluation.json").read_text())
     assert len(Recording(tmp_path / "all" / "recording")) == 5
     assert Path(report["best"]).is_dir() and {s["form"] for s in report["served"]} == {"chain of 4", "tree of 32"}
+
+
+def test_a_recipe_finds_out_before_it_begins_that_there_is_nothing_to_measure_with(work, tmp_path):
+    args = ("recipe", work / "model", work / "prompts.jsonl", "--held-out", tmp_path / "absent", "--out")
+    assert "absent: the prompts cannot be read" in refused(*args, tmp_path / "all")
+    assert not (tmp_path / "all").exists()
+
+
+def test_lines_of_progress_without_a_terminal(capsys):
+    """The first step, and one in fifty."""
+    with steps_bar(True) as show:
+        for step in range(1, 101):
+            show(StepReport(step, 1.0, 1e-3, 1.0, Work(10, 5, 5), 1.0, ({"accuracy": 0.5},)), 100)
+    told = [int(line.split()[1]) for line in capsys.readouterr().err.splitlines()]
+    assert told == [1, *range(2, 101, 2)]
+
+
+def test_threads_are_those_that_were_asked_for(work):
+    with torch_threads(2):
+        Target.load(str(work / "model"), EngineConfig(threads=1))
+        assert torch.get_num_threads() == 1
 
 
 def test_a_second_stage_begins_with_the_head_of_the_first(work, tmp_path):

@@ -265,6 +265,16 @@ def test_samples_of_other_lengths_are_not_met(recording):
         trainer(recording, shortest=21, longest=30)
 
 
+def test_prompts_can_be_learnt_from_as_if_the_target_had_said_them(recording, tmp_path):
+    whole = [recording.sample(i) for i in range(len(recording))]
+    said = recorded(tmp_path / "said", [replace(s, supervised=torch.ones_like(s.supervised)) for s in whole])
+    losses, other, answers = (
+        [report.loss for report in trained.run()]
+        for trained in (trainer(recording, learn="all"), trainer(said), trainer(recording))
+    )
+    assert losses == other != answers
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -284,6 +294,7 @@ def test_samples_of_other_lengths_are_not_met(recording):
         ("betas", (0.9,)),
         ("weight_decay", -1.0),
         ("clip", 0.0),
+        ("learn", "prompts"),
         ("weighting", "words"),
         ("noise", -1.0),
         ("seed", 1.5),

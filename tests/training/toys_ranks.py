@@ -66,7 +66,7 @@ def main() -> None:
     """Both ways, one after the other."""
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
-    joined = Ranks.join("ddp", torch.device("cpu"))
+    joined = Ranks.join("ddp", "cpu")
     found: dict[str, Any] = {}
     for way in ("ddp", "fsdp"):
         ranks = Ranks(joined.index, joined.count, way)

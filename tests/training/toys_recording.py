@@ -54,7 +54,7 @@ def target_of(weights: Weights, template: str = BARE) -> Target:
     """A target in memory, in float64."""
     tokenizer, c = chats(template), weights.config
     identity = Identity(c.hidden, c.vocab, c.layers, "in memory", **tokenizer.digests)
-    return Target("toy", Path("toy"), weights.decoder(), tokenizer, identity)
+    return Target("auto", Path("toy"), weights.decoder(), tokenizer, identity)
 
 
 def said(*contents: str, kind: str = "chat", name: str = "said") -> Conversation:

@@ -36,7 +36,6 @@ def manifest(samples: int, states: str = "stored") -> Manifest:
         dtype="float32",
         prompts="prompts",
         samples=samples,
-        kinds=("kind",) * samples,
         settings={},
     )
 
