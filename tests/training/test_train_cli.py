@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from tandem.models.head_formats import open_head
 from tandem.threads import torch_threads
 from tandem.training.conversations import Conversation
 from tandem.training.cost import Work
+from tandem.training.journal import read_journal
 from tandem.training.recording import Recording
 from tandem.training.target import Target
 from tandem.training.trainer import StepReport
@@ -326,6 +329,22 @@ def test_threads_are_those_that_were_asked_for(work):
     with torch_threads(2):
         Target.load(str(work / "model"), EngineConfig(threads=1))
         assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_two_processes_under_torchrun_train_as_one(work, tmp_path, way):
+    """The whole command: the same losses, one journal, and checkpoints that a single process goes on from."""
+    usual = ("head", work / "model", work / "r", *STEPS, "--compute", "float32", "--parallel", way, "--out")
+    worked(*usual, tmp_path / "one")
+    launched = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launched, "-m", "tandem", "train", *map(str, (*usual, tmp_path / "two"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout)["checkpoint"] == str(sorted((tmp_path / "two").glob("step-*"))[-1])
+    one, two = (read_journal(tmp_path / name) for name in ("one", "two"))
+    assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], rel=1e-4)
+    assert [line["work"] for line in two] == [line["work"] for line in one]
+    assert json.loads(worked(*usual, tmp_path / "two").stdout)["tokens"] == 0, "there is nothing left to do"
 
 
 def test_a_second_stage_begins_with_the_head_of_the_first(work, tmp_path):
