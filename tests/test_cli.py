@@ -402,7 +402,7 @@ def test_demo(opened, monkeypatch, tmp_path):
     assert "identical output: yes" in done.stdout and "fastest here: " in done.stdout
     assert "rounds measured: " in done.stdout and "{" not in done.stdout
     report = json.loads((tmp_path / "demo.json").read_text())
-    assert list(report["modes"]) == ["none", "lookup", "lookup:8"]
+    assert list(report["modes"]) == ["none", "lookup", "auto"]
     assert (report["temperature"], opened[0]["draft_tokens"]) == (0.0, "auto")
 
 

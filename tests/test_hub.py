@@ -29,6 +29,7 @@ import tandem.hub.names
 from tandem.errors import InvalidValue, LoadError
 from tandem.hub import (
     CATALOGUE,
+    HEADS,
     Entry,
     Hub,
     HuggingFace,
@@ -37,7 +38,6 @@ from tandem.hub import (
     pip_download,
     pull,
     resolve,
-    verify,
 )
 
 PIECES = [random.Random(seed).randbytes(size) for seed, size in enumerate((3000, 3000, 700))]
@@ -135,7 +135,7 @@ def test_catalogue_is_consistent():
     assert {"smollm2-135m", "qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"} <= set(CATALOGUE)
     for name, entry in CATALOGUE.items():
         assert entry.name == name
-        assert entry.draft is None or entry.draft in CATALOGUE
+        assert entry.draft is None or entry.draft in {*CATALOGUE, *HEADS}
         assert Path(entry.file).name == entry.file
         assert len(bytes.fromhex(entry.sha256)) == 32
         assert entry.licence and entry.description
@@ -458,7 +458,17 @@ def test_the_functions_use_the_catalogue_and_the_given_cache(tmp_path):
     resolved = resolve(entry.name, cache=tmp_path)
     assert (resolved.path, resolved.entry) == (path, entry)
     with pytest.raises(LoadError, match="is damaged: its SHA-256"):
-        verify(entry.name, cache=tmp_path)
+        Hub(tmp_path).verify(entry.name)
+
+
+def test_the_heads_that_come_with_tandem_are_there_and_small():
+    """Each is paired with a model, has its card, and takes at most 16 MB."""
+    assert set(HEADS) <= {entry.draft for entry in CATALOGUE.values()}
+    for name in HEADS:
+        path = resolve(name).path
+        assert {file.name for file in path.iterdir()} == {"README.md", "config.json", "model.safetensors"}
+        assert (path / "model.safetensors").stat().st_size <= 16e6
+        assert pull(name) == path
 
 
 def test_verify(hub):

@@ -184,7 +184,7 @@ def demo(
     settings = EngineConfig()
     workload = Workload(DEMO_PROMPTS, SamplingParams(temperature=0.0, max_tokens=64), repeats=3, seconds=90)
     _check_files(json)
-    report = _latency(model, _modes("lookup,lookup:8", settings), workload, settings, Against())
+    report = _latency(model, _modes("lookup,auto", settings), workload, settings, Against())
     typer.echo(f"rounds measured: {report['repeats']}")
     _save(report, json)
     _close(report)

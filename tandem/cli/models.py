@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from tandem.config import EngineConfig
-from tandem.hub import CATALOGUE, Hub, Resolved
+from tandem.hub import CATALOGUE, HEADS, Hub, Resolved
 from tandem.llm import LLM
 
 __all__ = ["DraftOption", "ModelArgument", "open_llm", "pull"]
@@ -45,6 +45,8 @@ def pull(
         typer.echo("Which model? The catalogue has", err=True)
         for entry in CATALOGUE.values():
             typer.echo(f"  {entry.name:20} {entry.size / 1e6:7,.0f} MB  {entry.description}", err=True)
+        for head in HEADS:
+            typer.echo(f"  {head:20} comes with Tandem: a draft head", err=True)
         raise typer.Exit(2)
     hub = Hub() if cache is None else Hub(cache)
     path = _fetch(hub, name).path

