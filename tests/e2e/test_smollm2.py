@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -140,6 +141,20 @@ def test_the_target_as_its_own_draft_is_always_right(dtype):
         outs = answers(llm, 24, ignore_eos=True, **options)
         for out in outs:
             assert out.speculation.accepted == out.speculation.drafted > 0
+
+
+@pytest.mark.parametrize("options", [{}, {"tree": "none", "draft_tokens": 4}, {"nodes": 16}])
+def test_the_head_that_comes_with_the_model_changes_no_token_and_guesses_well(options):
+    """It is what `auto` means; with copies, as chains, and as trees."""
+    asked = [[{"role": "user", "content": text}] for text in ("What is 12 + 30 + 8?", "Tell me about tea.")]
+    params = SamplingParams(temperature=0.0, max_tokens=40)
+    with LLM("smollm2-135m", **options) as llm:
+        assert llm.draft == "smollm2-135m-eagle3"
+        plain = llm.chat(asked, replace(params, draft_tokens=0))
+        drafted = llm.chat(asked, params)
+    assert [d.token_ids for d in drafted] == [p.token_ids for p in plain]
+    steps, emitted = (sum(getattr(d.speculation, name) for d in drafted) for name in ("steps", "emitted"))
+    assert options == {} or emitted / steps > 1.3
 
 
 def test_answers_sensibly():
