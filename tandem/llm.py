@@ -83,6 +83,8 @@ class LLM:
         """Fetch, open and join target and draft; sets `draft` and `tokenizer`."""
         dtype = compute_dtype(self.config)
         found = resolve(model)
+        if is_head(found.path):
+            raise InvalidValue("model", model, "a model; this is a draft head, which is named as the draft of one")
         self.draft = draft
         if self.draft == "auto":
             self.draft = (found.entry.draft if found.entry else None) or "lookup"

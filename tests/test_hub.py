@@ -26,6 +26,7 @@ import huggingface_hub
 import pytest
 
 import tandem.hub.names
+from tandem import LLM
 from tandem.errors import InvalidValue, LoadError
 from tandem.hub import (
     CATALOGUE,
@@ -469,6 +470,12 @@ def test_the_heads_that_come_with_tandem_are_there_and_small():
         assert {file.name for file in path.iterdir()} == {"README.md", "config.json", "model.safetensors"}
         assert (path / "model.safetensors").stat().st_size <= 16e6
         assert pull(name) == path
+
+
+def test_a_head_is_no_model():
+    for name in HEADS:
+        with pytest.raises(InvalidValue, match=f"model = '{name}'.*draft head"):
+            LLM(name)
 
 
 def test_verify(hub):
