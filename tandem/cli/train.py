@@ -114,7 +114,7 @@ def numbers(name: str, text: str) -> tuple[int, ...]:
 
 @contextmanager
 def samples_bar() -> Iterator[Callable[[int, int, int], None]]:
-    """Samples, tokens per second, and the time left."""
+    """Samples, tokens per second, and the time left; without a terminal a line now and then."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -128,7 +128,10 @@ def samples_bar() -> Iterator[Callable[[int, int, int], None]]:
         task = bar.add_task("recording", total=None, rate=0.0)
 
         def tick(done: int, total: int, tokens: int) -> None:
-            bar.update(task, completed=done, total=total, rate=tokens / (time.monotonic() - began))
+            rate = tokens / (time.monotonic() - began)
+            bar.update(task, completed=done, total=total, rate=rate)
+            if not console.is_terminal and done % max(1, total // 20) == 0:
+                typer.echo(f"recorded {done} of {total}: {rate:,.0f} tokens/s", err=True)
 
         yield tick
 

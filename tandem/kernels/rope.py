@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 
 from tandem.errors import LoadError
-from tandem.models.config import RopeConfig
+from tandem.models.config import ROPE_KINDS, RopeConfig
 
 __all__ = ["Rope", "rotate"]
-
-_KINDS = ("default", "linear", "llama3", "yarn", "dynamic")
 
 
 class Rope:
@@ -27,8 +25,8 @@ class Rope:
 
     def __init__(self, config: RopeConfig, head_dim: int, max_position: int, device: torch.device) -> None:
         """Raises LoadError for a scaling that is not known."""
-        if config.kind not in _KINDS:
-            raise LoadError(f"rope type {config.kind!r}: supported are {', '.join(_KINDS)}")
+        if config.kind not in ROPE_KINDS:
+            raise LoadError(f"rope type {config.kind!r}: supported are {', '.join(ROPE_KINDS)}")
         if not config.theta > 1:
             raise LoadError(f"rope theta = {config.theta}: a base above 1 is needed")
         trained = config.original_max_position or max_position

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from tandem.cache.pool import Pool
     from tandem.engine.batch import Batch
 
-__all__ = ["Checkpoint", "Matrix", "Model", "ModelConfig", "RopeConfig"]
+__all__ = ["ROPE_KINDS", "Checkpoint", "Matrix", "Model", "ModelConfig", "RopeConfig"]
+
+ROPE_KINDS = ("default", "linear", "llama3", "yarn", "dynamic")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +28,7 @@ class RopeConfig:
     """Rotary position embedding: the base frequency and how it is stretched beyond the trained length."""
 
     theta: float = 10000.0
-    kind: str = "default"  # default | linear | llama3 | yarn | dynamic
+    kind: str = "default"  # one of ROPE_KINDS
     factor: float = 1.0
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3

@@ -7,11 +7,12 @@ Both spellings of the rotary settings are understood: `rope_theta` and `rope_sca
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tandem.errors import LoadError
-from tandem.models.config import ModelConfig, RopeConfig
+from tandem.models.config import ROPE_KINDS, ModelConfig, RopeConfig
 
 __all__ = ["parse_config"]
 
@@ -31,11 +32,10 @@ _ONLY: dict[str, object] = {
 }
 """Settings of which only this value is supported."""
 
-_ROPE_KINDS = ("default", "linear", "llama3", "yarn", "dynamic")
 _WINDOW = 4096
+"""What a missing sliding_window means where there is one."""
 _MOST = 1 << 24
 _LARGEST = 1e30
-"""What a missing sliding_window means where there is one."""
 
 
 def parse_config(raw: dict[str, Any], source: Path) -> ModelConfig:
@@ -63,18 +63,19 @@ class _Reader:
         if heads % kv_heads:
             self._refuse("num_key_value_heads", f"a divisor of the {heads} attention heads is needed")
         max_position = self._count("max_position_embeddings")
+        head_dim = self._head_dim(family, hidden, heads)
         return ModelConfig(
             family=family,
             layers=layers,
             hidden=hidden,
             heads=heads,
             kv_heads=kv_heads,
-            head_dim=self._head_dim(family, hidden, heads),
+            head_dim=head_dim,
             intermediate=self._count("intermediate_size"),
             vocab=self._count("vocab_size"),
             max_position=max_position,
             norm_eps=self._number(self._raw, "rms_norm_eps", 1e-6),
-            rope=self._rope(max_position),
+            rope=replace(self._rope(max_position), factors=self._rope_factors(head_dim)),
             sliding_window=self._windows(family, layers),
             qkv_bias=family == "qwen2" or (family in ("llama", "qwen3") and self._flag("attention_bias")),
             qk_norm=family == "qwen3",
@@ -86,10 +87,9 @@ class _Reader:
         raise LoadError(f"{self._source}: {given}: {allowed}")
 
     def _family(self) -> str:
-        names = self._raw.get("architectures", [])
-        known = (
-            [_FAMILIES[n] for n in names if isinstance(n, str) and n in _FAMILIES] if isinstance(names, list) else []
-        )
+        said = self._raw.get("architectures")
+        names = said if isinstance(said, list) else []
+        known = [_FAMILIES[n] for n in names if isinstance(n, str) and n in _FAMILIES]
         if not known:
             self._refuse("architectures", f"supported are {', '.join(_FAMILIES)}")
         return known[0]
@@ -149,28 +149,22 @@ class _Reader:
         if not isinstance(settings, dict) or any(isinstance(value, dict) for value in settings.values()):
             self._refuse("rope_parameters", "one object for all layers is needed")
         kind = settings.get("rope_type") or settings.get("type") or "default"
-        if kind not in _ROPE_KINDS:
-            raise LoadError(f"{self._source}: rope type {kind!r}: supported are {', '.join(_ROPE_KINDS)}")
+        if kind not in ROPE_KINDS:
+            raise LoadError(f"{self._source}: rope type {kind!r}: supported are {', '.join(ROPE_KINDS)}")
         for key, only in (("partial_rotary_factor", 1.0), ("truncate", True)):
             if settings.get(key, only) != only:
                 raise LoadError(f"{self._source}: {key} = {settings[key]!r}: only {only!r} is supported")
         theta = self._number(settings, "rope_theta", self._number(self._raw, "rope_theta", 10000.0))
         if kind in ("default", "dynamic"):
             return RopeConfig(theta=theta, kind=kind)
-        if kind == "linear":
-            return RopeConfig(theta=theta, kind=kind, factor=self._number(settings, "factor"))
         holder = self._raw if "original_max_position_embeddings" in self._raw else settings
         trained = self._number(holder, "original_max_position_embeddings", max_position)
+        factor = self._number(settings, "factor", max_position / trained if kind == "yarn" else None)
+        if kind == "linear":
+            return RopeConfig(theta=theta, kind=kind, factor=factor)
         if kind == "llama3":
-            return RopeConfig(
-                theta=theta,
-                kind=kind,
-                factor=self._number(settings, "factor"),
-                low_freq_factor=self._number(settings, "low_freq_factor"),
-                high_freq_factor=self._number(settings, "high_freq_factor"),
-                original_max_position=int(trained),
-            )
-        factor = self._number(settings, "factor", max_position / trained)
+            turns: Any = {key: self._number(settings, key) for key in ("low_freq_factor", "high_freq_factor")}
+            return RopeConfig(theta=theta, kind=kind, factor=factor, original_max_position=int(trained), **turns)
         return RopeConfig(
             theta=theta,
             kind=kind,
@@ -180,6 +174,14 @@ class _Reader:
             beta_fast=self._number(settings, "beta_fast", 32.0),
             beta_slow=self._number(settings, "beta_slow", 1.0),
         )
+
+    def _rope_factors(self, head_dim: int) -> tuple[float, ...] | None:
+        """Divisors of the frequencies: of a head trained for a GGUF target that has them; no other file says any."""
+        if (found := self._raw.get("rope_factors")) is None:
+            return None
+        if not isinstance(found, list) or len(found) != head_dim // 2:
+            self._refuse("rope_factors", f"{head_dim // 2} positive numbers are needed")
+        return tuple(self._number({"rope_factors": each}, "rope_factors") for each in found)
 
     def _yarn_attention(self, settings: dict[str, Any], factor: float) -> float | None:
         """The scale of cos and sin if the file fixes it, by value or as the quotient of two `mscale`s."""

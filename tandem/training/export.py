@@ -6,7 +6,7 @@
     mimo, qwen          of mtp: tensors named as in the MTP layers of these, to stand beside a target's own
 
 Where two engines read a format differently, what is written means the same to both: an explicit `norm_before_residual`,
-no bias in `fc`, layer ids that do not begin with 1.
+a bias of zeros in `fc`, layer ids that do not begin with 1.
 """
 
 from __future__ import annotations
@@ -52,14 +52,18 @@ def write_tandem(folder: Path, made: Made, weights: Mapping[str, Tensor]) -> Non
     said = {name: getattr(head, name) for name in CONVENTIONS}
     about = {name: getattr(made.target, name) for name in made.target.__slots__}
     config = _config(head) | {"tandem_head": {**said, "taps": list(head.taps), "target": about}}
+    if (factors := head.layer.rope.factors) is not None:
+        config["rope_factors"] = list(factors)
     _write(folder, config, _narrow(weights) | _map(made, with_known=False))
 
 
 def _eagle(made: Made, weights: Mapping[str, Tensor], lm_head: Tensor) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """EAGLE-1/2 guess among all of the target's ids, by its lm_head."""
-    config = _config(made.head) | {"architectures": ["LlamaForCausalLMEagle"], "bias": False}
+    config = _config(made.head) | {"architectures": ["LlamaForCausalLMEagle"], "bias": True}
     config.pop("draft_vocab_size")  # the mark of EAGLE-3
-    return config, {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+    named = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+    # SGLang leaves a missing bias as memory happens to be; vLLM drops one that is there.
+    return config, named | {"fc.bias": torch.zeros(made.head.layer.hidden)}
 
 
 def _eagle3(made: Made, weights: Mapping[str, Tensor], lm_head: Tensor) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -180,6 +184,8 @@ def _check(kind: str, head: HeadConfig) -> None:
     if found != EXPORTS[kind][0]:
         held = f", or one that holds a head of kind {found}" if found else " for a head of such conventions"
         raise InvalidValue("format", kind, f"tandem{held}")
+    if head.layer.rope.factors is not None:
+        raise InvalidValue("format", kind, "tandem: the format has no word for rope factors")
     if family != "llama" and kind in ("eagle", "eagle3", "speculators"):
         raise InvalidValue("format", kind, f"tandem: the format's layer is Llama's, not {family}'s")
     if head.layer.sliding_window[0] is not None and kind == "qwen":
@@ -235,9 +241,7 @@ def _window(c: ModelConfig) -> dict[str, Any]:
 
 
 def _rope(rope: RopeConfig) -> dict[str, Any]:
-    """As config.json has it. Raises InvalidValue for what it cannot say."""
-    if rope.factors is not None:
-        raise InvalidValue("rope", "frequencies from a file", "a scaling that a configuration can say")
+    """As config.json has it, but for factors."""
     found: dict[str, Any] = {"rope_theta": rope.theta}
     if rope.kind == "default":
         return found

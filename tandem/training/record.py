@@ -209,6 +209,7 @@ def record(
     watch.announce(needed, len(jobs))
     writer.check_space(needed)
     if not jobs:
+        writer.finish()  # a run may have been killed before it did
         return done
     shown = Shown(target, writer.manifest.reading, _engine_config(config, settings))
     try:

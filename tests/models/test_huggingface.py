@@ -124,6 +124,7 @@ def test_without_a_number_of_key_heads_each_query_head_has_its_own():
             dict(rope_scaling=dict(rope_type="yarn", factor=4.0, mscale=2.0, mscale_all_dim=2.0)),
             RopeConfig(kind="yarn", factor=4.0, attention_factor=1.0, original_max_position=2048),
         ),
+        (dict(rope_factors=[1, *[2.5] * 7]), RopeConfig(factors=(1.0, *[2.5] * 7))),
     ],
 )
 def test_rotary_settings_under_both_keys(changes, rope):
@@ -143,6 +144,9 @@ def test_rotary_settings_under_both_keys(changes, rope):
         (dict(rope_parameters=dict(full_attention=dict(rope_theta=1e4))), "rope_parameters = .*one object for all"),
         (dict(rope_theta=float("nan")), "rope_theta = nan: a positive number"),
         (dict(partial_rotary_factor=0.5), "partial_rotary_factor = 0.5: only 1.0"),
+        (dict(rope_factors=[1.0] * 7), "rope_factors = .*: 8 positive numbers are needed"),
+        (dict(rope_factors=1.0), "rope_factors = 1.0: 8 positive numbers are needed"),
+        (dict(rope_factors=[1.0] * 7 + [0.0]), "rope_factors = 0.0: a positive number"),
         (dict(mlp_bias=True), "mlp_bias = True: only False"),
         (dict(hidden_act="gelu"), "hidden_act = 'gelu': only 'silu'"),
         (dict(quantization_config=dict(bits=4)), "quantization_config"),

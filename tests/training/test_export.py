@@ -56,6 +56,8 @@ TARGETS = {
     "yarn by default": shaped(rope=replace(YARN, attention_factor=None)),
     "linear": shaped(rope=RopeConfig(theta=500.0, kind="linear", factor=4.0)),
     "dynamic": shaped(rope=RopeConfig(kind="dynamic")),
+    "factors": shaped(rope=RopeConfig(theta=500.0, factors=(1.0, 1.5, 2.25, 4.0, 5.5, 6.0, 7.0, 8.0))),
+    "yarn with factors": shaped(rope=replace(YARN, factors=(1.0,) * 4 + (2.0,) * 4)),
     "wide heads": shaped(head_dim=32, norm_eps=1e-3),
     "mistral": shaped(family="mistral", window=5),
     "mistral without a window": shaped(family="mistral"),
@@ -94,6 +96,8 @@ def refused(form: str, made: Made, *words: str) -> None:
 def holds(name: str, form: str) -> bool:
     """Whether a format has room for such a layer."""
     config = TARGETS[name]
+    if config.rope.factors is not None:
+        return form == "tandem"
     if form in ("eagle", "eagle3", "speculators"):
         return config.family == "llama"
     return form != "qwen" or config.sliding_window[0] is None
@@ -138,9 +142,9 @@ def test_tensors_have_the_names_of_the_format(form, outputs, tmp_path):
     a whole vocabulary has no map."""
     target = target_in_memory(TARGETS["llama"])
     exported(tmp_path, target, EXPORTS[form][0], form, outputs)
-    published = {"eagle": "eagle without bias"}.get(form, form)
     prefix = {"qwen": "mtp.", "mimo": "model.mtp_layers.0."}.get(form, "")
-    wanted = {n for n in tensors_of(published) if n.startswith(prefix) and not n.endswith("embed_tokens.weight")}
+    left_out = ("embed_tokens.weight", "inv_freq")
+    wanted = {n for n in tensors_of(form) if n.startswith(prefix) and not n.endswith(left_out)}
     wanted -= {"d2t", "t2d"} if outputs == VOCAB else set()
     wanted |= {"t2d"} if form == "speculators" and outputs != VOCAB else set()
     found = load_file(tmp_path / "model.safetensors")
@@ -198,13 +202,6 @@ def test_every_variant_is_known_by_its_conventions():
             head = variant(kind, TARGETS["qwen2 with a window"], outputs, TAPS if kind == "eagle3" else ())
             assert variant_of(head) == kind
             assert variant_of(replace(head, hidden_first=True)) is None
-
-
-def test_frequencies_from_a_file_are_refused(tmp_path):
-    config = shaped(rope=RopeConfig(factors=(1.0,) * 8))
-    made = made_for(config, IDENTITY, "mtp", KNOWN)
-    with pytest.raises(InvalidValue, match="rope = 'frequencies from a file'"):
-        export("tandem", tmp_path, made, head_weights(made.head), torch.zeros(KNOWN, 64))
 
 
 @pytest.mark.parametrize("form", ["tandem", "mimo"])

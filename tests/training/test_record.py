@@ -211,8 +211,10 @@ def test_a_run_may_be_stopped_again_and_again(target, tmp_path, monkeypatch):
     for _ in MIXED:
         with pytest.raises(Stop):
             run(target, MIXED, tmp_path / "parts", stopping(1))
+    assert not Recording(tmp_path / "parts").manifest.totals
     done, samples = run(target, MIXED, tmp_path / "parts")
     assert (done.before, done.samples, done.tokens) == (len(MIXED), 0, 0)
+    assert Recording(tmp_path / "parts").manifest.totals["samples"] == len(MIXED)
     assert samples.keys() == whole.keys() and all(same(samples[n], whole[n]) for n in whole)
 
 
