@@ -30,7 +30,7 @@ from tandem.training.judge import JudgeSettings, heads_of, judge
 from tandem.training.loss import Objective
 from tandem.training.ranks import Ranks
 from tandem.training.recipe import Recipe, estimate
-from tandem.training.record import RecordSettings, Watch
+from tandem.training.record import Recorded, RecordSettings, Watch
 from tandem.training.record import record as record_all
 from tandem.training.recording import write_json
 from tandem.training.run import HeadSettings
@@ -79,16 +79,9 @@ def record(
         seed=seed,
     )
     target = Target.load(model, settings)
-
-    def announce(needed: int, samples: int) -> None:
-        typer.echo(f"{samples} conversations to record, at most {needed / 1e9:.2f} GB in {out}", err=True)
-
     began = time.monotonic()
-    with samples_bar() as tick:
-        done = record_all(target, conversations, out, wanted, settings, Watch(announce, tick))
+    done = _recorded(target, conversations, out, wanted, settings)
     seconds = time.monotonic() - began
-    for reason, count in done.left_out.items():
-        typer.echo(f"left out: {count} ({reason})", err=True)
     typer.echo(
         json.dumps(
             {
@@ -102,6 +95,21 @@ def record(
             }
         )
     )
+
+
+def _recorded(
+    target: Target, conversations: Sequence[Conversation], out: Path, wanted: RecordSettings, engine: EngineConfig
+) -> Recorded:
+    """`record`, saying what it needs, how far it is, and what was left out."""
+
+    def announce(needed: int, samples: int) -> None:
+        typer.echo(f"{samples} conversations to record, at most {needed / 1e9:.2f} GB in {out}", err=True)
+
+    with samples_bar() as tick:
+        done = record_all(target, conversations, out, wanted, engine, Watch(announce, tick))
+    for reason, count in done.left_out.items():
+        typer.echo(f"left out: {count} ({reason})", err=True)
+    return done
 
 
 def numbers(name: str, text: str) -> tuple[int, ...]:
@@ -266,8 +274,7 @@ def recipe(
     say(estimate(whole, say))
     if only_estimate:
         return
-    with samples_bar() as tick:
-        record_all(target, whole.conversations, out / "recording", whole.recording, engine, Watch(tick=tick))
+    _recorded(target, whole.conversations, out / "recording", whole.recording, engine)
     with steps_bar(True) as show:
         run.train(run.Run(target, out / "recording", out / "run"), which, whole.training, Ranks(), tick=show)
     _report(judge(target, out / "run", asked, None, JudgeSettings(), say), out / "evaluation.json")
