@@ -7,6 +7,7 @@ trained twin's place by place. `serve` answers prompts with the head drafting.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,7 +38,9 @@ from tandem.training.twin import HeadTwin
 
 __all__ = ["Form", "Mismatch", "check_gap", "probe", "probed_states", "score", "serve", "twin_states"]
 
-_FAR = 0.1  # of two states in bfloat16, the distance relative to their length: an eighth layer of rounding is 0.02
+# Of two states the distance relative to their length, and how many may be farther apart. A layer in bfloat16 rounds by
+# 0.003 (median) to 0.016 (most of 13,600 places of a trained head); a fault at a few places only must not pass.
+_FAR, _MOST_FAR = 0.05, 0.01
 
 
 class Mismatch(TandemError):
@@ -210,14 +213,15 @@ def check_gap(trained: Sequence[Tensor], served: Sequence[Tensor], documents: Do
             break
         apart = ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp(min=1e-6))[counts]
         medians.append(float(apart.median()))
-        if not medians[-1] <= _FAR:  # or no number
-            far = ~(apart <= _FAR)
+        far = ~(apart <= _FAR)
+        share = float(far.float().mean())
+        if share > _MOST_FAR or math.isnan(medians[-1]):  # as it is if one of them is no number
             first = int(far.nonzero()[0])
             raise Mismatch(
-                f"training and inference differ at depth {depth + 1}: the median distance of states is "
-                f"{medians[-1]:.3f} of their length, at most {_FAR} is rounding; "
-                f"{float(far.float().mean()):.0%} of the places are apart, the first one at place "
-                f"{int(places[counts][first])} of its document; " + _diagnosis(depth, medians)
+                f"training and inference differ at depth {depth + 1}: at {share:.1%} of the places, where states are "
+                f"more than {_FAR} of their length apart (the median is {medians[-1]:.3f}); at most {_MOST_FAR:.0%} is "
+                f"rounding; the first one is place {int(places[counts][first])} of its document; "
+                + _diagnosis(depth, medians)
             )
     return medians
 
