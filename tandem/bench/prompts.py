@@ -97,7 +97,7 @@ def _records(path: Path, text: str) -> Iterator[Place]:
     """The records of one JSON value, or of a JSON value per line."""
     try:
         whole = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if text.lstrip()[0] == "[" and not str(error).startswith("Extra data"):
             raise LoadError(f"{path}: no JSON: {error}") from error
         yield from _json_lines(path, text)
@@ -118,7 +118,7 @@ def _json_lines(path: Path, text: str) -> Iterator[Place]:
         if line.strip():
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise LoadError(f"{path}: line {number} is no JSON: {error}") from error
             yield f"line {number}", record
 

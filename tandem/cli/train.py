@@ -26,13 +26,13 @@ from tandem.training import run
 from tandem.training.conversations import Conversation, load_conversations
 from tandem.training.cost import Work, multiply_speed
 from tandem.training.export import export as write
+from tandem.training.files import write_json
 from tandem.training.judge import JudgeSettings, heads_of, judge
 from tandem.training.loss import Objective
 from tandem.training.ranks import Ranks
 from tandem.training.recipe import Recipe, estimate
 from tandem.training.record import Recorded, RecordSettings, Watch
 from tandem.training.record import record as record_all
-from tandem.training.recording import write_json
 from tandem.training.run import HeadSettings
 from tandem.training.target import Target
 from tandem.training.trainer import StepReport, TrainSettings
@@ -74,7 +74,7 @@ def record(
         taps=numbers("taps", taps),
         states=states,
         max_tokens=max_tokens,
-        max_length=longest,
+        longest=longest,
         temperatures=reals("temperatures", temperatures),
         seed=seed,
     )
@@ -265,7 +265,7 @@ def recipe(
     whole = Recipe(
         target,
         load_conversations(prompts),
-        replace(storing, taps=taps, max_length=min(storing.max_length, most)),
+        replace(storing, taps=taps, longest=min(storing.longest, most)),
         which,
         replace(settings, objective=losses, batch_tokens=step_tokens),
         engine,

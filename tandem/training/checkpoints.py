@@ -10,9 +10,9 @@ best is for the acceptance in serving to say, not for the loss.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -25,12 +25,18 @@ from tandem.training.trainer import Trainer
 __all__ = ["checkpoints", "gather", "newest_state", "read_state", "restore", "save"]
 
 _STATE = "state.pt"
+_PARTS = {"step", "masters", "optimizer", "settings"}
 _PARTIAL = ".partial"
+
+
+def _named(step: int) -> str:
+    return f"step-{step:06}"
 
 
 def checkpoints(run: Path) -> list[Path]:
     """The checkpoints of a run, in order."""
-    return sorted(path for path in run.glob("step-*") if path.suffix != _PARTIAL and (path / "head").is_dir())
+    found = (path for path in run.glob("step-*") if re.fullmatch(r"step-\d+", path.name) and (path / "head").is_dir())
+    return sorted(found, key=lambda path: int(path.name.partition("-")[2]))
 
 
 def newest_state(run: Path) -> Path | None:
@@ -41,7 +47,7 @@ def newest_state(run: Path) -> Path | None:
 def save(run: Path, trainer: Trainer, made: Made, settings: dict[str, Any]) -> Path:
     """Write a checkpoint. All processes call it; the first one writes. Raises LoadError if the disk is full."""
     masters, optimizer = gather(trainer)
-    path = run / f"step-{trainer.step:06}"
+    path = run / _named(trainer.step)
     if trainer.ranks.first:
         partial = run / f"{path.name}{_PARTIAL}"
         try:
@@ -69,8 +75,10 @@ def read_state(path: Path) -> dict[str, Any]:
     """What `save` has written. Raises LoadError."""
     try:
         content: dict[str, Any] = torch.load(path / _STATE, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
-        raise LoadError(f"{path / _STATE}: no state of training: {error}") from error
+        if path.name != _named(content["step"]) or not content.keys() >= _PARTS:
+            raise ValueError(f"not one of {path.name}")
+    except Exception as error:  # what is no pickle raises nearly anything
+        raise LoadError(f"{path / _STATE}: no state of training: {error!r}") from error
     return content
 
 

@@ -79,9 +79,12 @@ def digest_of(conversations: Sequence[Conversation]) -> str:
 def opening(tokenizer: Tokenizer, conversation: Conversation) -> list[int]:
     """The ids of a prompt, up to where the model answers. Raises Unusable."""
     try:
-        return tokenizer.chat(conversation.messages)
+        ids = tokenizer.chat(conversation.messages)
     except InvalidValue as error:
         raise Unusable("the chat template refuses it") from error
+    if not ids:
+        raise Unusable("an empty prompt")
+    return ids
 
 
 def given(tokenizer: Tokenizer, conversation: Conversation) -> tuple[list[int], list[bool]]:

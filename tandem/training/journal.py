@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from tandem.bench.plot import Panel, save_panels
-from tandem.training.recording import replacing
+from tandem.errors import LoadError
+from tandem.training.files import replacing
 from tandem.training.trainer import StepReport
 
 __all__ = ["Journal", "plot_curves", "read_journal"]
@@ -25,14 +27,15 @@ class Journal:
     """Writes a run's record. One that goes on drops the lines behind the step it goes on from."""
 
     def __init__(self, run: Path, step: int) -> None:
-        run.mkdir(parents=True, exist_ok=True)
-        self._run = run
+        """Raises LoadError, as `add` does, if the folder cannot be written."""
+        self._path = run / _LINES
         kept = [line for line in read_journal(run) if line["step"] <= step]
-        # In one step, so that whoever is killed before the first line loses none of those before.
-        with replacing(run / _LINES) as partial:
-            partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        self._file = (run / _LINES).open("a", encoding="utf-8")
-        self._events = _events(run, step)
+        with _written(self._path):
+            run.mkdir(parents=True, exist_ok=True)
+            # In one step, so that whoever is killed before the first line loses none of those before.
+            with replacing(self._path) as partial:
+                partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+            self._events = _events(run, step)
 
     def __enter__(self) -> Journal:
         return self
@@ -40,23 +43,30 @@ class Journal:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
         if self._events is not None:
             self._events.close()
 
     def add(self, report: StepReport) -> None:
         """One step."""
-        self._file.write(json.dumps(asdict(report)) + "\n")
-        self._file.flush()
+        with _written(self._path), self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(report)) + "\n")
         if self._events is not None:
             for name, value in _values(asdict(report)).items():
                 self._events.add_scalar(name, value, report.step)
 
 
+@contextmanager
+def _written(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise LoadError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
 def read_journal(run: Path) -> list[dict[str, Any]]:
     """The lines of a run; one that was cut by a crash is left out."""
     path, found = run / _LINES, []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
         try:
             found.append(json.loads(line))
         except ValueError:

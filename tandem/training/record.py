@@ -26,6 +26,7 @@ from tandem.request import Request
 from tandem.sampling import SamplingParams
 from tandem.speculate.draft import Carry, Draft
 from tandem.training.conversations import Conversation, Unusable, digest_of, given, opening
+from tandem.training.files import alone
 from tandem.training.recording import Manifest, Recording, Sample, Writer
 from tandem.training.target import Target
 
@@ -49,7 +50,7 @@ class RecordSettings:
         taps: layers whose residual stream is stored beside the final state.
         states: "stored", or "online": only tokens are stored, and states computed when a head is trained.
         max_tokens: of an answer.
-        max_length: of a conversation; longer ones are left out.
+        longest: tokens of a conversation; longer ones are left out.
         temperatures: the answers' sampling temperatures, in turn.
         seed: of the answers.
     """
@@ -57,13 +58,13 @@ class RecordSettings:
     taps: tuple[int, ...] = ()
     states: str = "stored"
     max_tokens: int = 512
-    max_length: int = 2048
+    longest: int = 2048
     temperatures: tuple[float, ...] = (0.0,)
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_whole("max_tokens", self.max_tokens, 2, 1 << 20)
-        check_whole("max_length", self.max_length, 3, 1 << 20)
+        check_whole("longest", self.longest, 3, 1 << 20)
         if self.states not in ("stored", "online"):
             raise InvalidValue("states", self.states, "stored or online")
         if not self.temperatures:
@@ -199,23 +200,25 @@ def record(
         LoadError: the folder holds another recording, no conversation can be used, or the disk is full.
         EngineFailure: a step failed.
     """
-    writer = Writer(folder, _manifest(target, conversations, settings, config))
-    done = Recorded(before=len(writer.done))
-    jobs = [job for job in _jobs(target, conversations, settings, done) if job.number not in writer.done]
-    if not jobs and not writer.done:
-        reasons = "; ".join(f"{reason}: {count}" for reason, count in done.left_out.items())
-        raise LoadError(f"none of {len(conversations)} conversations can be used: {reasons}")
-    needed = _bytes_needed(target, jobs, settings)
-    watch.announce(needed, len(jobs))
-    writer.check_space(needed)
-    if not jobs:
-        writer.finish()  # a run may have been killed before it did
-        return done
-    shown = Shown(target, writer.manifest.reading, _engine_config(config, settings))
-    try:
-        _run(shown, jobs, writer, settings, done, watch)
-    finally:
-        shown.close()
+    manifest = _manifest(target, conversations, settings, config)
+    with alone(folder):
+        writer = Writer(folder, manifest)
+        done = Recorded(before=len(writer.done))
+        jobs = [job for job in _jobs(target, conversations, settings, done) if job.number not in writer.done]
+        if not jobs and not writer.done:
+            reasons = "; ".join(f"{reason}: {count}" for reason, count in done.left_out.items())
+            raise LoadError(f"none of {len(conversations)} conversations can be used: {reasons}")
+        needed = _bytes_needed(target, jobs, settings)
+        watch.announce(needed, len(jobs))
+        writer.check_space(needed)
+        if not jobs:
+            writer.finish()  # a run may have been killed before it did
+            return done
+        shown = Shown(target, manifest.reading, _engine_config(config, settings))
+        try:
+            _run(shown, jobs, writer, settings, done, watch)
+        finally:
+            shown.close()
     if not writer.done:
         raise LoadError(f"no sample was recorded: {dict(done.left_out)}")
     return done
@@ -271,8 +274,9 @@ def _sample(job: _Job, request: Request, states: Tensor, settings: RecordSetting
 
 
 def _teaches(supervised: Sequence[bool]) -> bool:
-    """Whether a head would ever draft in it: behind the first token of an answer."""
-    return any(a and b for a, b in pairwise(supervised))
+    """Whether a head would ever draft in it: behind the first token of an answer, which is not the text's first, since
+    that has no state."""
+    return any(a and b for a, b in pairwise(supervised[1:]))
 
 
 def _jobs(
@@ -290,8 +294,8 @@ def _jobs(
                 job = _Job(number, tokens, supervised)
             else:
                 job = _Job(number, opening(target.tokenizer, conversation), None)
-            if len(job.tokens) > settings.max_length - (2 if job.supervised is None else 0):
-                raise Unusable(f"longer than {settings.max_length} tokens")
+            if len(job.tokens) > settings.longest - (2 if job.supervised is None else 0):
+                raise Unusable(f"longer than {settings.longest} tokens")
         except Unusable as reason:
             done.left_out[str(reason)] += 1
         else:
@@ -303,7 +307,7 @@ def _params(job: _Job, settings: RecordSettings) -> SamplingParams:
     if job.supervised is not None:
         return SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
     temperature = settings.temperatures[job.number % len(settings.temperatures)]
-    most = min(settings.max_tokens, settings.max_length - len(job.tokens))
+    most = min(settings.max_tokens, settings.longest - len(job.tokens))
     return SamplingParams(max_tokens=most, temperature=temperature, seed=settings.seed * 1_000_003 + job.number)
 
 
@@ -311,13 +315,13 @@ def _bytes_needed(target: Target, jobs: Sequence[_Job], settings: RecordSettings
     """At most: every answer as long as it may be, and what a shard needs beside its samples."""
     row = Reading(settings.taps, final=True).width(target.model.config.hidden) * target.model.dtype.itemsize
     row = 5 + row * (settings.states == "stored")
-    answers = [0 if j.supervised else min(settings.max_tokens, settings.max_length - len(j.tokens)) for j in jobs]
+    answers = [0 if j.supervised else min(settings.max_tokens, settings.longest - len(j.tokens)) for j in jobs]
     return row * (sum(answers) + sum(len(j.tokens) for j in jobs)) + 64 * len(jobs) + 4096
 
 
 def _engine_config(config: EngineConfig, settings: RecordSettings) -> EngineConfig:
     """One more token than the limit, which a given answer of full length is followed by."""
-    return replace(config, prefix_cache=False, draft_tokens=0, max_length=settings.max_length + 1)
+    return replace(config, prefix_cache=False, draft_tokens=0, max_length=settings.longest + 1)
 
 
 def _manifest(
@@ -327,9 +331,9 @@ def _manifest(
     layers, positions = target.model.config.layers, target.model.config.max_position
     for tap in settings.taps:
         check_whole("taps", tap, 0, layers)
-    if settings.max_length >= positions:
+    if settings.longest >= positions:
         allowed = f"at most {positions - 1}, one less than the target's position limit"
-        raise InvalidValue("max_length", settings.max_length, allowed)
+        raise InvalidValue("longest", settings.longest, allowed)
     return Manifest(
         target=target.identity,
         taps=settings.taps,
@@ -339,7 +343,7 @@ def _manifest(
         samples=len(conversations),
         settings={
             "max_tokens": settings.max_tokens,
-            "max_length": settings.max_length,
+            "longest": settings.longest,
             "temperatures": list(settings.temperatures),
             "seed": settings.seed,
             "weights": config.weights,

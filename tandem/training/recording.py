@@ -11,12 +11,11 @@ goes on with the samples whose numbers are in no shard.
 from __future__ import annotations
 
 import json
-import os
+import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,15 @@ from torch import Tensor
 
 from tandem.cache.features import Reading
 from tandem.errors import InvalidValue, LoadError
+from tandem.training.files import check_same, replacing, write_json
 from tandem.training.target import Identity
 
-__all__ = ["Manifest", "Recording", "Sample", "Writer", "check_same", "replacing", "write_json"]
+__all__ = ["Manifest", "Recording", "Sample", "Writer"]
 
 _MANIFEST = "manifest.json"
 _SHARD = "shard-{:05}.safetensors"
 _VERSION = 1
+_KINDS = {"bfloat16": "BF16", "float32": "F32", "float64": "F64"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class Writer:
         self._held: list[Sample] = []
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            begun = any(folder.glob("shard-*.safetensors"))
+            begun = bool(_shards(folder))
             if begun:
                 check_same(folder, "recording", _read_manifest(folder).said, manifest.said)
             else:  # what a run that recorded nothing has said binds nobody
@@ -123,7 +124,7 @@ class Writer:
         """Write what is held. Raises LoadError if the disk is full; what was written before stays."""
         if not self._held:
             return
-        place = 1 + max((int(f.stem.partition("-")[2]) for f in self.folder.glob("shard-*.safetensors")), default=-1)
+        place = 1 + max(_shards(self.folder), default=-1)
         path = self.folder / _SHARD.format(place)
         tensors = {
             "numbers": torch.tensor([s.number for s in self._held]),
@@ -166,14 +167,13 @@ class Recording:
         """Raises LoadError if there is none, or a shard of it is damaged."""
         self.folder = folder
         self.manifest = _read_manifest(folder)
-        self._shards = sorted(folder.glob("shard-*.safetensors"))
+        self._shards = list(_shards(folder).values())
         if not self._shards:
             raise LoadError(f"{folder}: no shard: nothing was recorded yet")
         parts = [self._head(path) for path in self._shards]
         self.numbers: list[int] = torch.cat([numbers for numbers, _ in parts]).tolist()
         self.lengths = torch.cat([lengths for _, lengths in parts])
-        if len(set(self.numbers)) < len(self.numbers):
-            raise LoadError(f"{folder}: a sample is in it twice")
+        self._check_once([numbers.tolist() for numbers, _ in parts])
         starts = [torch.nn.functional.pad(lengths.cumsum(0), (1, 0))[:-1] for _, lengths in parts]
         self._place = [(s, i, start) for s, each in enumerate(starts) for i, start in enumerate(each.tolist())]
         self._files: dict[int, Any] = {}
@@ -185,16 +185,39 @@ class Recording:
         try:
             with safe_open(path, "pt") as file:
                 numbers, lengths = file.get_tensor("numbers"), file.get_tensor("lengths")
-                samples, tokens = len(lengths), int(lengths.sum())
-                wanted = {"numbers": samples, "tokens": tokens, "supervised": tokens}
-                if self.manifest.states == "stored":
-                    wanted["states"] = tokens - samples
-                for name, count in wanted.items():
-                    if (there := file.get_slice(name).get_shape()[0]) != count:
-                        raise LoadError(f"{path}: a damaged shard: {there} {name}, not {count} as its lengths say")
+                for name, wanted in self._parts(lengths.numel(), int(lengths.sum())).items():
+                    part = file.get_slice(name)
+                    if (there := (part.get_dtype(), part.get_shape())) != wanted:
+                        raise LoadError(
+                            f"{path}: a damaged shard: {name} are {there}, not {wanted} as its lengths and the manifest say"
+                        )
         except (OSError, SafetensorError) as error:
             raise LoadError(f"{path}: a damaged shard: {error}; remove it and record again") from error
+        for name, values, low, high in (
+            ("numbers", numbers, 0, self.manifest.samples),
+            ("lengths", lengths, 2, 1 << 30),
+        ):
+            if not ((values >= low) & (values < high)).all():
+                raise LoadError(f"{path}: a damaged shard: {name} that are not all from {low} to below {high}")
         return numbers, lengths
+
+    def _parts(self, samples: int, tokens: int) -> dict[str, tuple[str, list[int]]]:
+        """The kind and shape of each tensor of a shard."""
+        parts = {"numbers": ("I64", [samples]), "lengths": ("I64", [samples])}
+        parts |= {"tokens": ("I32", [tokens]), "supervised": ("BOOL", [tokens])}
+        if self.manifest.states == "stored":
+            width = self.manifest.reading.width(self.manifest.target.hidden)
+            parts["states"] = _KINDS[self.manifest.dtype], [tokens - samples, width]
+        return parts
+
+    def _check_once(self, numbers: list[list[int]]) -> None:
+        """Raises LoadError if two shards have the same sample."""
+        seen: dict[int, Path] = {}
+        for path, held in zip(self._shards, numbers, strict=True):
+            for number in held:
+                if number in seen:
+                    raise LoadError(f"{path} has sample {number}, as {seen[number].name} does; remove one of them")
+                seen[number] = path
 
     def _file(self, shard: int) -> Any:
         if shard not in self._files:
@@ -206,12 +229,20 @@ class Recording:
         shard, within, start = self._place[index]
         file, end = self._file(shard), start + int(self.lengths[index])
         stored = states and self.manifest.states == "stored"
+        tokens = file.get_slice("tokens")[start:end].long()
+        if not ((tokens >= 0) & (tokens < self.manifest.target.vocab)).all():
+            raise LoadError(f"{self._shards[shard]}: a damaged shard: tokens that the target does not have")
         return Sample(
             self.numbers[index],
-            file.get_slice("tokens")[start:end].long(),
+            tokens,
             file.get_slice("supervised")[start:end],
             file.get_slice("states")[start - within : end - within - 1] if stored else None,
         )
+
+    @property
+    def contents(self) -> str:
+        """A digest of which samples there are, how long and in which order."""
+        return sha256(json.dumps([self.numbers, self.lengths.tolist()]).encode()).hexdigest()
 
     @cached_property
     def totals(self) -> dict[str, int]:
@@ -222,23 +253,14 @@ class Recording:
         return {"samples": len(self), "tokens": int(self.lengths.sum()), "supervised": supervised}
 
 
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A file to write, which takes the place of `path` in one step when all of it is on disk."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        yield partial
-        with partial.open("rb") as file:  # a rename may reach the disk before what it names
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def write_json(path: Path, content: object) -> None:
-    """Replace a file in one step."""
-    with replacing(path) as partial:
-        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+def _shards(folder: Path) -> dict[int, Path]:
+    """Shards by number, in order. Raises LoadError for a file that is named like one, but has none."""
+    found = {}
+    for path in folder.glob("shard-*.safetensors"):
+        if not re.fullmatch(r"shard-\d+", path.stem):
+            raise LoadError(f"{path}: no shard of a recording: their names are {_SHARD.format(0)} and so on")
+        found[int(path.stem.partition("-")[2])] = path
+    return dict(sorted(found.items()))
 
 
 def _read_manifest(folder: Path) -> Manifest:
@@ -247,27 +269,19 @@ def _read_manifest(folder: Path) -> Manifest:
         raw = json.loads(path.read_text(encoding="utf-8"))
         if raw.get("version") != _VERSION:
             raise LoadError(f"{path}: version = {raw.get('version')!r}: allowed is {_VERSION}")
-        listed = {"taps": tuple(raw["taps"]), "target": Identity(**raw["target"])}
-        return Manifest(**{**raw, **listed})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        manifest = Manifest(**{**raw, "taps": tuple(raw["taps"]), "target": Identity(**raw["target"])})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise LoadError(f"{path}: no manifest of a recording: {error}") from error
-
-
-def check_same(folder: Path, kind: str, there: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Raises LoadError, naming what differs."""
-    theirs, ours = _flat(there), _flat(wanted)
-    changed = [
-        f"{key} = {theirs.get(key)!r}, not {ours.get(key)!r}"
-        for key in dict.fromkeys((*theirs, *ours))
-        if theirs.get(key) != ours.get(key)
-    ]
-    if changed:
-        raise LoadError(f"{folder} holds a {kind} with {'; '.join(changed)}; choose another folder to begin anew")
-
-
-def _flat(said: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Settings within settings by dotted names."""
-    found: dict[str, Any] = {}
-    for key, value in said.items():
-        found |= _flat(value, f"{before}{key}.") if isinstance(value, dict) else {before + key: value}
-    return found
+    for name, fits in (
+        ("target", all(type(getattr(manifest.target, each)) is int for each in ("hidden", "vocab", "layers"))),
+        ("taps", all(type(tap) is int for tap in manifest.taps)),
+        ("states", manifest.states in ("stored", "online")),
+        ("dtype", manifest.dtype in tuple(_KINDS)),
+        ("samples", type(manifest.samples) is int),
+        ("settings", isinstance(manifest.settings, dict)),
+        ("last_hidden", manifest.last_hidden == "post"),
+        ("totals", isinstance(manifest.totals, dict)),
+    ):
+        if not fits:
+            raise LoadError(f"{path}: no manifest of a recording: {name} = {getattr(manifest, name)!r}")
+    return manifest

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +23,13 @@ from tandem.models.head_formats import open_head
 from tandem.models.head_shapes import shapes_of
 from tandem.threads import apart
 from tandem.training.batches import Source
-from tandem.training.checkpoints import newest_state, read_state, restore, save
+from tandem.training.checkpoints import checkpoints, newest_state, read_state, restore, save
 from tandem.training.export import Made, variant_of
+from tandem.training.files import alone, check_same
 from tandem.training.journal import Journal, plot_curves, read_journal
 from tandem.training.ranks import Ranks
 from tandem.training.record import Shown
-from tandem.training.recording import Manifest, Recording, check_same
+from tandem.training.recording import Manifest, Recording
 from tandem.training.target import Target
 from tandem.training.trainer import Frozen, StepReport, Trainer, TrainSettings
 from tandem.training.twin import HeadTwin
@@ -100,32 +102,45 @@ def train(
     check_whole("save_every", save_every, 1, 1 << 30)
     _keep_freed_memory()
     target, folder, recording = run.target, run.folder, recording_of(run.target, run.recording)
-    said = {"head": asdict(head), "settings": asdict(settings), "recording": recording.manifest.said}
-    newest = newest_state(folder)
-    state = read_state(newest) if newest else None
-    if state is not None:
-        check_same(folder, "run", state["settings"], said)
-    made, weights = _begin(target, recording, head, newest)
-    with open_source(target, recording, made.head) as source:
-        device, dtype = target.model.device, getattr(torch, settings.compute)
-        twin = HeadTwin(made.head, {name: tensor.to(device) for name, tensor in weights.items()})
-        trainer = Trainer(twin, frozen_of(target, made, dtype), source, settings, ranks)
-        if state is not None:
-            restore(trainer, state)
-        path = newest or folder
-        with Journal(folder, trainer.step) if ranks.first else nullcontext() as journal:
-            for report in trainer.run():
-                if journal is not None:
-                    journal.add(report)
-                tick(report, trainer.steps)
-                if trainer.step % save_every == 0 or trainer.step == trainer.steps:
-                    path = save(folder, trainer, made, said)
-    if ranks.first:
-        try:
-            plot_curves({"": read_journal(folder)}, folder / "curves.png")
-        except LoadError as error:
-            _log.warning("no picture of the curves: %s", error)
+    what = recording.manifest.said | {"contents": recording.contents}
+    said = {"head": asdict(head), "settings": asdict(settings), "recording": what}
+    with alone(folder) if ranks.first else nullcontext():
+        newest, state = _found(folder, said)
+        made, weights = _begin(target, recording, head, newest)
+        with open_source(target, recording, made.head) as source:
+            device, dtype = target.model.device, getattr(torch, settings.compute)
+            twin = HeadTwin(made.head, {name: tensor.to(device) for name, tensor in weights.items()})
+            trainer = Trainer(twin, frozen_of(target, made, dtype), source, settings, ranks)
+            if state is not None:
+                restore(trainer, state)
+            path = newest or folder
+            with Journal(folder, trainer.step) if ranks.first else nullcontext() as journal:
+                for report in trainer.run():
+                    if journal is not None:
+                        journal.add(report)
+                    tick(report, trainer.steps)
+                    if trainer.step % save_every == 0 or trainer.step == trainer.steps:
+                        path = save(folder, trainer, made, said)
+        if ranks.first:
+            try:
+                plot_curves({"": read_journal(folder)}, folder / "curves.png")
+            except LoadError as error:
+                _log.warning("no picture of the curves: %s", error)
     return path
+
+
+def _found(folder: Path, said: Mapping[str, Any]) -> tuple[Path | None, dict[str, Any] | None]:
+    """The checkpoint that a run goes on from, and its state, if it has begun. Raises LoadError if it is another one."""
+    newest = newest_state(folder)
+    if newest is None:
+        if heads := checkpoints(folder):
+            raise LoadError(
+                f"{folder} has heads, as {heads[-1].name}, but no state to go on from; choose another folder"
+            )
+        return None, None
+    state = read_state(newest)
+    check_same(folder, "run", state["settings"], said)
+    return newest, state
 
 
 def _keep_freed_memory() -> None:
@@ -145,6 +160,14 @@ def recording_of(target: Target, folder: Path) -> Recording:
     for name, value in theirs.items():
         if value != ours[name]:
             raise LoadError(f"{folder} was made with {name} = {value!r}; the target is loaded with {ours[name]!r}")
+    if not (totals := recording.manifest.totals):
+        _log.warning(
+            "%s is not finished: it has %d of %d conversations", folder, len(recording), recording.manifest.samples
+        )
+    elif totals != recording.totals:
+        raise LoadError(
+            f"{folder} has {recording.totals}, not {totals} as when it was finished; record again to fill it"
+        )
     return recording
 
 
@@ -161,6 +184,8 @@ def _begin(
     config, manifest = target.model.config, recording.manifest
     size, ids = config.vocab if head.vocab is None else head.vocab, None
     taps = head.taps or (manifest.taps if head.variant == "eagle3" else ())
+    for tap in taps:
+        check_whole("layers", tap, 0, config.layers)
     if not 1 <= size <= config.vocab:
         raise InvalidValue("vocab", size, f"1 to the target's {config.vocab} ids, or None for all")
     shape = variant(head.variant, config, size, taps)

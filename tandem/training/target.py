@@ -37,7 +37,7 @@ class Identity:
         for each in fields(self):
             ours, theirs = getattr(self, each.name), getattr(other, each.name)
             if ours != theirs:
-                raise LoadError(f"{what} was made for a target with {each.name} = {theirs}; this one's is {ours}")
+                raise LoadError(f"{what} was made for a target with {each.name} = {theirs!r}; this one's is {ours!r}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,6 +190,7 @@ class Trainer:
         self.step = 0
         self._plans: dict[int, list[list[int]]] = {}
         self._usable = self._choose()
+        self._check_places()
         self.steps = settings.steps or self._count()
 
     def run(self) -> Iterator[StepReport]:
@@ -248,6 +249,13 @@ class Trainer:
             )
         return usable
 
+    def _check_places(self) -> None:
+        """Raises InvalidValue if there is nothing to learn from."""
+        known = self._frozen.known.cpu()
+        if not any(supervised_places(self.source.sample(i, states=False), known) for i in self._usable):
+            allowed = "one with a place where a draft may begin and whose token is among the head's ids"
+            raise InvalidValue("recording", str(self.source.recording.folder), allowed)
+
     def _count(self) -> int:
         """Steps of all epochs, the last of which may be cut."""
         whole, part = divmod(self.settings.epochs, 1)
@@ -275,6 +283,7 @@ class Trainer:
         lengths = self.source.recording.lengths
         tokens = sum(int(lengths[i]) for i in indices)
         each = max(1, math.ceil(tokens / (self.settings.micro_tokens * self.ranks.count)))
+        each = min(each, math.ceil(len(indices) / self.ranks.count))  # documents are not cut
         return deal(indices, lengths, each * self.ranks.count)[self.ranks.index :: self.ranks.count]
 
     def _whole(self, indices: list[int]) -> tuple[float, Work]:

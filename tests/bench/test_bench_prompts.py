@@ -69,6 +69,8 @@ def test_line_separators_inside_json_strings_do_not_split_a_record(tmp_path):
     [
         ('{"prompt": "a"}\n{"prompt": "b"\n', "line 2 is no JSON"),
         ('{"prompt": "a"}\n\n["b"]\n', "line 3 is no JSON object but list"),
+        pytest.param("[" * 100_000, "no JSON", id="nested"),
+        pytest.param('{"prompt": "a"}\n' + "[" * 100_000, "line 2 is no JSON", id="nested line"),
         ('{"prompt": "a"}\n{"prompt": 5}\n', "line 2: prompt = 5: allowed is text that is not empty"),
         ('{"prompt": "a"}\n{"prompt": "  "}\n', "line 2: prompt = '  '"),
         ('{"turns": []}\n{"turns": ["a"]}\n', r"line 1: turns = \[\]"),

@@ -90,7 +90,7 @@ def test_a_prompt_that_fills_whole_steps_is_seen_from_its_end_on(tmp_path):
     target = load_target(save(tmp_path / "t", 0, max_position_embeddings=1024))
     overhead = len(opening(target.tokenizer, Conversation("", "", ({"role": "user", "content": ""},))))
     asked = [Conversation("c", "c", ({"role": "user", "content": "x" * (512 - overhead)},))]
-    folder = recorded(tmp_path / "r", target, asked, max_length=600, max_tokens=6)
+    folder = recorded(tmp_path / "r", target, asked, longest=600, max_tokens=6)
     samples = samples_of(Recording(folder))
     assert int(samples[0].supervised.nonzero()[0]) == 512
     (begun,) = probe(target, write_head(tmp_path / "h", target, "mtp"), samples, 2)
@@ -360,7 +360,7 @@ def test_samples_to_the_model_s_last_position_are_left_out(tmp_path):
     """A probe drafts behind the end of a sample, where there must be positions."""
     target = load_target(save(tmp_path / "t", 0, max_position_embeddings=64))
     asked = [Conversation(str(n), "c", ({"role": "user", "content": "x" * n},)) for n in (40, 12)]
-    folder = recorded(tmp_path / "r", target, asked, max_length=63, max_tokens=30)
+    folder = recorded(tmp_path / "r", target, asked, longest=63, max_tokens=30)
     recording = Recording(folder)
     assert sorted(recording.lengths.tolist()) == [12 + 7 + 30, 63]
     head = write_head(tmp_path / "h", target, "mtp")

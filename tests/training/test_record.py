@@ -36,7 +36,7 @@ MIXED = [
 ]
 """Prompts and given answers, by turns."""
 
-SETTINGS = dict(max_tokens=40, max_length=119, temperatures=(0.0, 1.0), taps=())
+SETTINGS = dict(max_tokens=40, longest=119, temperatures=(0.0, 1.0), taps=())
 ROOMY = dict(page_size=16, kv_pages=400)
 ENGINES = {
     "roomy": ROOMY,
@@ -145,10 +145,10 @@ def test_what_is_recorded_is_the_prompt_and_its_answer(target, tmp_path):
 
 
 def test_an_answer_is_what_the_engine_says_and_ends_with_its_end_token(tmp_path):
-    """Nothing comes behind the end token, and a long answer is cut at `max_tokens`, or where `max_length` is."""
+    """Nothing comes behind the end token, and a long answer is cut at `max_tokens`, or where `longest` is."""
     target = target_of(writes(b"abcdefgh?klmnopqrstuvwxyz", then={ord("h"): EOS}))
     asked = [said("0a"), said("0k"), said("0123456789-:;<=>k")]
-    _, samples = run(target, asked, tmp_path, max_tokens=10, max_length=20)
+    _, samples = run(target, asked, tmp_path, max_tokens=10, longest=20)
     assert answer(samples[0]) == [*b"bcdefgh", EOS]
     assert answer(samples[1]) == [*b"lmnopqrstu"]
     assert answer(samples[2]) == [*b"lmn"] and len(samples[2].tokens) == 20
@@ -232,7 +232,7 @@ def test_a_run_of_something_else_does_not_go_on(target, targets, tmp_path):
     for words, other, conversations, changes in (
         ("settings.seed = 0, not 1", target, MIXED, dict(seed=1)),
         ("settings.max_tokens = 40, not 41", target, MIXED, dict(max_tokens=41)),
-        ("settings.max_length = 119, not 118", target, MIXED, dict(max_length=118)),
+        ("settings.longest = 119, not 118", target, MIXED, dict(longest=118)),
         ("settings.temperatures", target, MIXED, dict(temperatures=(1.0,))),
         ("settings.weights = 'auto', not 'bf16'", target, MIXED, {**ROOMY, "weights": "bf16"}),
         ("taps = (), not (1,)", target, MIXED, dict(taps=(1,))),
@@ -270,7 +270,7 @@ def odd_target() -> Target:
 
 
 def test_what_teaches_nothing_is_left_out_and_counted_by_reason(tmp_path):
-    done, samples = run(odd_target(), ODD, tmp_path, max_tokens=10, max_length=20)
+    done, samples = run(odd_target(), ODD, tmp_path, max_tokens=10, longest=20)
     assert sorted(samples) == [0, 5] and done.samples == 2
     assert done.left_out == REASONS
     assert done.tokens == sum(len(s.tokens) for s in samples.values())
@@ -283,12 +283,20 @@ def test_an_answer_of_which_nothing_is_left_is_counted(tmp_path):
     assert sorted(samples) == [1] and done.left_out == {"no supervised token": 1}
 
 
+def test_an_empty_prompt_is_left_out(tmp_path):
+    """And what stands behind it is recorded. Two tokens behind none have no place: the first has no state."""
+    target = target_of(writes(b"abcdef"))
+    done, samples = run(target, [said(""), said("ab"), said("", "d"), said("", "de")], tmp_path, max_tokens=4)
+    assert sorted(samples) == [1, 3]
+    assert done.left_out == {"an empty prompt": 1, "its answer has fewer than two tokens": 1}
+
+
 def test_conversations_as_long_as_allowed_are_recorded(tmp_path):
-    """A given one of `max_length` tokens; a prompt, if an answer of two tokens still fits."""
+    """A given one of `longest` tokens; a prompt, if an answer of two tokens still fits."""
     target = odd_target()
     given = [said("0", "1" * (length - 2)) for length in (20, 21)]
     asked = [said("0" * (length - 1) + "a") for length in (18, 19)]
-    done, samples = run(target, [*given, *asked], tmp_path, max_length=20)
+    done, samples = run(target, [*given, *asked], tmp_path, longest=20)
     assert sorted(samples) == [0, 2] and done.left_out == {"longer than 20 tokens": 2}
     assert [len(samples[n].tokens) for n in (0, 2)] == [20, 20]
     for sample in samples.values():
@@ -317,7 +325,7 @@ def test_a_step_that_fails_ends_the_run(target, tmp_path, monkeypatch):
 
 def test_if_nothing_can_be_used_all_reasons_are_said(tmp_path):
     with pytest.raises(LoadError) as caught:
-        run(odd_target(), [ODD[1], ODD[3], ODD[6]], tmp_path, max_length=20)
+        run(odd_target(), [ODD[1], ODD[3], ODD[6]], tmp_path, longest=20)
     for words in ("none of 3", "longer than 20 tokens: 1", "fewer than two tokens: 1", "refuses it: 1"):
         assert words in str(caught.value), str(caught.value)
     with pytest.raises(LoadError, match="none of 0"):
@@ -349,7 +357,7 @@ def size_of(out: Path) -> int:
     return sum(f.stat().st_size for f in out.glob("shard-*"))
 
 
-@pytest.mark.parametrize("changes", [{}, dict(taps=(0, 1)), dict(states="online"), dict(max_length=60)])
+@pytest.mark.parametrize("changes", [{}, dict(taps=(0, 1)), dict(states="online"), dict(longest=60)])
 def test_the_disk_needed_at_most_is_announced_before(targets, tmp_path, changes):
     """It is enough, and no more than what answers of full length would take."""
     for dtype, target in targets.items():
@@ -358,7 +366,7 @@ def test_the_disk_needed_at_most_is_announced_before(targets, tmp_path, changes)
         ((needed, count),) = noted.announced
         assert count == len(samples) and size_of(tmp_path / dtype) <= needed
         row = 0 if changes.get("states") else 64 * (1 + len(changes.get("taps", ()))) * target.model.dtype.itemsize
-        most = changes.get("max_length", 119)
+        most = changes.get("longest", 119)
         prompts = {n: len(s.tokens) - (0 if MIXED[n].answered else len(answer(s))) for n, s in samples.items()}
         full = sum(n if MIXED[i].answered else min(n + 40, most) for i, n in prompts.items())
         assert full * (row + 5) <= needed <= full * (row + 5) + 8192
@@ -395,7 +403,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_computed(
 def test_progress_counts_samples_to_do_and_ends_with_all_of_them(tmp_path):
     """Those left out before are none of them, and those left out when answered are."""
     noted = Noting()
-    done, _ = run(odd_target(), ODD, tmp_path, noted.watch, max_tokens=10, max_length=20)
+    done, _ = run(odd_target(), ODD, tmp_path, noted.watch, max_tokens=10, longest=20)
     assert noted.announced[0][1] == 3
     assert [tick[:2] for tick in noted.ticks] == [(1, 3), (2, 3), (3, 3)]
     tokens = [tick[2] for tick in noted.ticks]
@@ -425,7 +433,7 @@ def test_online_recordings_store_no_states_and_compute_the_same(targets, tmp_pat
 def test_states_may_be_asked_for_while_the_longest_fits(tmp_path):
     """A recording of texts as long as the model's positions allow."""
     target = target_of(random_weights(5, tiny(vocab=VOCAB, max_position=64)))
-    _, samples = run(target, [said("0" * 30), said("0", "1" * 61)], tmp_path, max_length=63, states="online")
+    _, samples = run(target, [said("0" * 30), said("0", "1" * 61)], tmp_path, longest=63, states="online")
     assert sorted(len(s.tokens) for s in samples.values())[-1] == 63
     shown = Shown.of(target, Recording(tmp_path))
     try:
@@ -438,8 +446,8 @@ def test_states_may_be_asked_for_while_the_longest_fits(tmp_path):
 
 def test_a_length_that_the_model_has_no_positions_for_is_refused_by_name(tmp_path):
     target = target_of(random_weights(5, tiny(vocab=VOCAB, max_position=64)))
-    with pytest.raises(InvalidValue, match="max_length = 64: allowed is at most 63"):
-        run(target, MIXED, tmp_path, max_length=64)
+    with pytest.raises(InvalidValue, match="longest = 64: allowed is at most 63"):
+        run(target, MIXED, tmp_path, longest=64)
     assert not list(tmp_path.iterdir())
 
 
@@ -455,8 +463,8 @@ def test_a_layer_that_the_target_does_not_have_is_refused_by_name(target, tmp_pa
     [
         ("max_tokens = 1: allowed is a whole number from 2", dict(max_tokens=1)),
         ("max_tokens = 2.0", dict(max_tokens=2.0)),
-        ("max_length = 2: allowed is a whole number from 3", dict(max_length=2)),
-        ("max_length = None", dict(max_length=None)),
+        ("longest = 2: allowed is a whole number from 3", dict(longest=2)),
+        ("longest = None", dict(longest=None)),
         ("states = 'disk': allowed is stored or online", dict(states="disk")),
         ("temperatures = (): allowed is at least one", dict(temperatures=())),
         ("temperature = -0.1: allowed is a number from 0 to 10", dict(temperatures=(0.0, -0.1))),
@@ -495,7 +503,7 @@ def test_the_target_is_known_by_its_weights_its_vocabulary_and_its_template(fold
     for name, path in others.items():
         other = loaded(path, "float32").identity
         assert other == replace(target.identity, **{name: getattr(other, name)}), "nothing else differs"
-        with pytest.raises(LoadError, match=f"x was made for a target with {name} = {getattr(other, name)}"):
+        with pytest.raises(LoadError, match=f"x was made for a target with {name} = {getattr(other, name)!r}"):
             target.identity.check(other, "x")
 
 

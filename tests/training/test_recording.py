@@ -214,7 +214,7 @@ def test_a_full_disk_leaves_whole_shards_and_says_how_to_go_on(tmp_path, monkeyp
 def test_a_sample_that_is_there_twice_is_refused(tmp_path):
     write(tmp_path, [0, 1])
     shutil.copy(tmp_path / "shard-00000.safetensors", tmp_path / "shard-00001.safetensors")
-    damaged(tmp_path, str(tmp_path), "twice")
+    damaged(tmp_path, str(tmp_path / "shard-00001.safetensors"), "sample 0, as shard-00000.safetensors", "remove one")
 
 
 @pytest.mark.parametrize("left", [0, 5, 100, -1])
@@ -235,11 +235,22 @@ def test_a_truncated_shard_is_named_with_what_to_do(tmp_path, left):
         lambda t: t.update(supervised=t["supervised"][1:].clone()),
         lambda t: t.update(states=t["states"][1:].clone()),
         lambda t: t.update(lengths=t["lengths"] + 1),
+        lambda t: t.update(lengths=t["lengths"][None].clone()),
+        lambda t: t.update(lengths=t["lengths"].double()),
+        lambda t: t.update(lengths=t["lengths"] - t["lengths"][0], tokens=t["tokens"][t["lengths"][0] * 2 :].clone()),
         lambda t: t.update(numbers=t["numbers"][1:].clone()),
+        lambda t: t.update(numbers=t["numbers"] + 18),
+        lambda t: t.update(numbers=t["numbers"] - 3),
+        lambda t: t.update(tokens=t["tokens"].long()),
+        lambda t: t.update(supervised=t["supervised"].int()),
+        lambda t: t.update(states=t["states"].double()),
+        lambda t: t.update(states=t["states"].repeat(1, 2)),
+        lambda t: t.update(states=t["states"][:, 1:].clone()),
+        lambda t: t.update(states=t["states"][:, 0].clone()),
     ],
 )
 def test_a_shard_whose_parts_do_not_fit_is_named(tmp_path, change):
-    """Such as one that was copied from a recording without states."""
+    """Such as one that was copied from a recording without states, or with those of other layers."""
     write(tmp_path, range(4), samples=2)
     file = tmp_path / "shard-00001.safetensors"
     tensors = load_file(file)
@@ -248,8 +259,51 @@ def test_a_shard_whose_parts_do_not_fit_is_named(tmp_path, change):
     damaged(tmp_path, str(file))
 
 
+@pytest.mark.parametrize("token", [-1, 40])
+def test_a_token_that_the_target_does_not_have_is_named_with_its_shard(tmp_path, token):
+    write(tmp_path, range(4), samples=2)
+    file = tmp_path / "shard-00001.safetensors"
+    tensors = load_file(file)
+    tensors["tokens"][-1] = token
+    save_file(tensors, file)
+    assert len(Recording(tmp_path).sample(2).tokens) > 1
+    with pytest.raises(LoadError, match=f"{file}: a damaged shard: tokens"):
+        Recording(tmp_path).sample(3)
+
+
+def test_a_file_named_like_a_shard_is_refused(tmp_path):
+    write(tmp_path, [0])
+    shutil.copy(tmp_path / "shard-00000.safetensors", tmp_path / "shard-old.safetensors")
+    damaged(tmp_path, str(tmp_path / "shard-old.safetensors"), "no shard of a recording")
+
+
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b"\xff", b"{}", b'{"version": 2}', b'{"version": 1, "taps": []}']
+    ("name", "value"),
+    [
+        ("taps", [0.5]), ("states", "foo"), ("dtype", "int8"), ("samples", "20"), ("settings", None), ("totals", []),
+        ("last_hidden", "pre"), ("target", dict(asdict(manifest().target), hidden="6")),
+    ],
+)  # fmt: skip
+def test_a_manifest_with_a_field_of_another_kind_is_named(tmp_path, name, value):
+    write(tmp_path, [0])
+    file = tmp_path / "manifest.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), name: value}))
+    damaged(tmp_path, str(file), f"{name} = ")
+
+
+def test_what_is_in_a_recording_has_a_digest(tmp_path):
+    """Another one for other samples, and for another order."""
+    found = []
+    for place, numbers in enumerate(([0, 1, 2], [0, 1], [1, 0, 2], [0, 1, 2])):
+        write(tmp_path / f"{place}", numbers)
+        found.append(Recording(tmp_path / f"{place}").contents)
+    assert len(set(found)) == 3 and found[0] == found[3]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"\xff", b"{}", b"[" * 100_000, b'{"version": 2}', b'{"version": 1, "taps": []}'],
+    ids=range(8),
 )
 def test_a_damaged_manifest_is_named(tmp_path, content):
     write(tmp_path, [0])
@@ -315,8 +369,8 @@ def test_a_recording_of_something_else_is_not_gone_on_with(tmp_path, field):
 def test_other_settings_may_follow_while_nothing_was_recorded(tmp_path):
     """A run that was refused, because the disk has no room, must not need another folder for the next try."""
     Writer(tmp_path, manifest())
-    write(tmp_path, [0], settings={"max_tokens": 9}, taps=(1,))
-    assert Recording(tmp_path).manifest == replace(manifest(), settings={"max_tokens": 9}, taps=(1,))
+    write(tmp_path, [0], settings={"max_tokens": 9}, states="online")
+    assert Recording(tmp_path).manifest == replace(manifest(), settings={"max_tokens": 9}, states="online")
     refused(tmp_path, "settings.max_tokens = 9")
 
 

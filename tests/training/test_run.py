@@ -25,8 +25,10 @@ from tandem.sampling import SamplingParams
 from tandem.training.batches import Documents
 from tandem.training.checkpoints import checkpoints, newest_state, read_state
 from tandem.training.conversations import Conversation, opening
+from tandem.training.cost import Work
 from tandem.training.evaluate import twin_states
 from tandem.training.export import Made
+from tandem.training.files import alone
 from tandem.training.journal import Journal, read_journal
 from tandem.training.loss import Objective
 from tandem.training.ranks import Ranks
@@ -34,7 +36,7 @@ from tandem.training.record import RecordSettings, Watch, record
 from tandem.training.recording import Recording, Sample, Writer
 from tandem.training.run import HeadSettings, Run, columns, frozen_of, train
 from tandem.training.target import Target
-from tandem.training.trainer import TrainingFailure, TrainSettings
+from tandem.training.trainer import StepReport, TrainingFailure, TrainSettings
 from tandem.training.twin import HeadTwin
 from tandem.training.variants import VARIANTS, first_weights, variant
 from tandem.training.vocabulary import choose_vocabulary, count_tokens
@@ -71,7 +73,7 @@ def target(tmp_path_factory) -> Target:
 def recording(target, tmp_path_factory) -> Path:
     """Twelve answers, sampled, with states of all layers."""
     folder = tmp_path_factory.mktemp("recording") / "stored"
-    settings = RecordSettings(max_length=128, taps=(0, 1, 2), max_tokens=24, temperatures=(0.8,))
+    settings = RecordSettings(longest=128, taps=(0, 1, 2), max_tokens=24, temperatures=(0.8,))
     record(target, PROMPTS, folder, settings, CONFIG, Watch())
     return folder
 
@@ -79,7 +81,7 @@ def recording(target, tmp_path_factory) -> Path:
 def copied(recording: Path, folder: Path, wanted: Iterable[int], poison: int | None = None) -> Path:
     """Some samples of a recording, added to a folder; the states of one of them not finite."""
     whole = Recording(recording)
-    writer = Writer(folder, whole.manifest)
+    writer = Writer(folder, replace(whole.manifest, totals={}))
     for i in wanted:
         sample = whole.sample(i)
         states = sample.states.clone()
@@ -171,20 +173,96 @@ def test_a_journal_keeps_its_lines_though_no_step_follows(tmp_path):
     assert [line["step"] for line in read_journal(tmp_path)] == [1, 2]
 
 
-def test_ids_of_a_run_that_goes_on_are_those_it_began_with(target, recording, tmp_path):
+def test_ids_of_a_head_that_learns_on_are_those_it_began_with(target, recording, tmp_path):
     """Although the recording has grown in between and other ids are more frequent now."""
     grown = copied(recording, tmp_path / "recording", range(5))
     began = choose_vocabulary(count_tokens(Recording(grown)), 40, target.tokenizer.end_ids)
     run, head = Run(target, grown, tmp_path / "run"), replace(HEAD, vocab=40)
-    going(run, head, save_every=1, kill=2)
+    last = going(run, head, save_every=1)
     copied(recording, grown, range(5, 12))
     assert not torch.equal(choose_vocabulary(count_tokens(Recording(grown)), 40, target.tokenizer.end_ids), began)
-    going(run, head)
-    assert len(checkpoints(run.folder)) > 2
+    further = replace(run, folder=tmp_path / "further")
+    going(further, replace(head, start=str(last / "head")))
     assert 256 in began, "the end token"
-    for checkpoint in checkpoints(run.folder):
+    for checkpoint in checkpoints(run.folder) + checkpoints(further.folder):
         d2t = load_file(checkpoint / "head" / "model.safetensors")["d2t"]
         assert torch.equal(d2t + torch.arange(40), began)
+
+
+@pytest.mark.parametrize("change", ["grown", "shrunk"])
+def test_a_run_does_not_go_on_with_other_samples(target, recording, tmp_path, change):
+    """Steps, schedule and order would be others, and samples be seen twice or never."""
+    folder = copied(recording, tmp_path / "recording", range(6))
+    copied(recording, folder, range(6, 9))
+    run = Run(target, folder, tmp_path / "run")
+    going(run, save_every=1, kill=2)
+    before = newest_state(run.folder)
+    if change == "grown":
+        copied(recording, folder, range(9, 12))
+    else:
+        (folder / "shard-00001.safetensors").unlink()
+    with pytest.raises(LoadError, match=r"recording\.contents = "):
+        going(run)
+    assert newest_state(run.folder) == before
+
+
+def test_a_recording_that_lost_a_shard_is_not_trained_on(target, recording, tmp_path, caplog):
+    """One that is not finished is, with a word."""
+    there = Path(shutil.copytree(recording, tmp_path / "other"))
+    whole = Recording(recording).manifest.totals
+    shutil.rmtree(there)
+    copied(recording, there, range(8))
+    with caplog.at_level(logging.WARNING):
+        going(Run(target, there, tmp_path / "run"), settings=replace(TRAIN, steps=1))
+    assert f"{there} is not finished: it has 8 of 12 conversations" in caplog.text
+    manifest = json.loads((there / "manifest.json").read_text())
+    (there / "manifest.json").write_text(json.dumps({**manifest, "totals": whole}))
+    with pytest.raises(LoadError, match=r"'samples': 8.*not .*'samples': 12.*record again"):
+        going(Run(target, there, tmp_path / "further"))
+
+
+def test_a_folder_is_written_by_one_process_at_a_time(target, recording, tmp_path):
+    """Neither a run nor a recording; and it is free again when the first one has ended."""
+    run = Run(target, recording, tmp_path / "run")
+    going(run, save_every=1, kill=1)
+    heads = checkpoints(run.folder)
+    settings = RecordSettings(longest=128, max_tokens=8)
+    with alone(run.folder), alone(tmp_path / "recording"):
+        with pytest.raises(LoadError, match=f"{run.folder}: another process is writing there"):
+            going(run)
+        with pytest.raises(LoadError, match=f"{tmp_path / 'recording'}: another process is writing there"):
+            record(target, PROMPTS[:2], tmp_path / "recording", settings, CONFIG, Watch())
+        assert checkpoints(run.folder) == heads and not list((tmp_path / "recording").glob("*.*s*"))
+    going(run)
+    record(target, PROMPTS[:2], tmp_path / "recording", settings, CONFIG, Watch())
+
+
+def test_heads_without_a_state_are_not_written_over(target, recording, unbroken, tmp_path):
+    """Somebody has removed it to save space, and begins anew."""
+    there = Path(shutil.copytree(unbroken, tmp_path / "run"))
+    (newest_state(there) / "state.pt").unlink()
+    log = (there / "log.jsonl").read_bytes()
+    with pytest.raises(LoadError, match=f"{there} has heads, as {checkpoints(there)[-1].name}, but no state"):
+        going(Run(target, recording, there), settings=replace(TRAIN, steps=2))
+    assert (there / "log.jsonl").read_bytes() == log
+
+
+def test_a_folder_of_a_run_that_cannot_be_written_is_named(target, recording, tmp_path):
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "inside"):
+        with pytest.raises(LoadError, match=f"{folder} cannot be written"):
+            going(Run(target, recording, folder))
+    (tmp_path / "run" / "log.jsonl.partial").mkdir(parents=True)
+    with pytest.raises(LoadError, match=r"log\.jsonl cannot be written"):
+        going(Run(target, recording, tmp_path / "run"))
+
+
+def test_a_full_disk_while_a_step_is_noted_is_a_load_error(tmp_path, monkeypatch):
+    journal = Journal(tmp_path, 0)
+    (tmp_path / "log.jsonl").unlink()
+    (tmp_path / "log.jsonl").symlink_to("/dev/full")
+    with pytest.raises(LoadError, match=r"log\.jsonl cannot be written: No space left"), journal:
+        journal.add(StepReport(1, 1.0, 1e-3, 1.0, Work(10, 5, 5), 1.0, ({"accuracy": 0.5},)))
 
 
 @pytest.mark.parametrize(
@@ -208,7 +286,7 @@ def test_a_run_of_other_settings_is_refused_naming_them(target, recording, unbro
 
 
 def test_a_run_from_other_prompts_is_refused(target, unbroken, tmp_path):
-    record(target, PROMPTS[:3], tmp_path / "other", RecordSettings(max_length=128, max_tokens=8), CONFIG, Watch())
+    record(target, PROMPTS[:3], tmp_path / "other", RecordSettings(longest=128, max_tokens=8), CONFIG, Watch())
     with pytest.raises(LoadError, match=r"recording\.prompts = "):
         going(Run(target, tmp_path / "other", unbroken))
 
@@ -229,6 +307,7 @@ def test_a_recording_of_the_target_in_another_precision_is_refused(target, recor
     manifest = json.loads((there / "manifest.json").read_text())
     owner = manifest["settings"] if name == "weights" else manifest
     before, owner[name] = owner[name], value
+    manifest["states"] = "online"  # stored ones say themselves in which precision they are
     (there / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(LoadError, match=rf"{name} = '{value}'.*'{before}'"):
         going(Run(target, there, tmp_path / "run"))
@@ -242,12 +321,17 @@ def test_a_recording_of_another_target_is_refused(recording, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"no archive at all", None])
+@pytest.mark.parametrize(
+    "content", [b"", b"no archive at all", b"hello world", None, {}, [], {"step": -3}, {"step": 9}]
+)
 def test_a_damaged_state_is_refused_by_name(target, recording, unbroken, tmp_path, content):
     whole = (newest_state(unbroken) / "state.pt").read_bytes()
     broken = tmp_path / "step-000009"
     (broken / "head").mkdir(parents=True)
-    (broken / "state.pt").write_bytes(whole[: len(whole) // 2] if content is None else content)
+    if isinstance(content, dict | list):
+        torch.save(content, broken / "state.pt")
+    else:
+        (broken / "state.pt").write_bytes(whole[: len(whole) // 2] if content is None else content)
     with pytest.raises(LoadError) as caught:
         going(Run(target, recording, tmp_path))
     assert str(broken / "state.pt") in str(caught.value)
@@ -318,7 +402,7 @@ def test_never_saving_is_refused_by_name(target, recording, tmp_path):
 
 def test_layers_that_are_not_recorded_are_refused(target, recording, tmp_path):
     bare = tmp_path / "bare"
-    record(target, PROMPTS[:3], bare, RecordSettings(max_length=128, taps=(1,), max_tokens=8), CONFIG, Watch())
+    record(target, PROMPTS[:3], bare, RecordSettings(longest=128, taps=(1,), max_tokens=8), CONFIG, Watch())
     with pytest.raises(LoadError, match=r"\[1\].*\[0, 1\]"):
         going(Run(target, bare, tmp_path / "run"), replace(HEAD, variant="eagle3", taps=(0, 1)))
     # Also where the head is one that was trained before.
@@ -391,7 +475,7 @@ def test_states_computed_anew_train_the_same_weights_as_stored_ones(target, tmp_
     found = []
     for states in ("stored", "online"):
         folder = tmp_path / states
-        settings = RecordSettings(max_length=128, taps=(1,), states=states, max_tokens=16)
+        settings = RecordSettings(longest=128, taps=(1,), states=states, max_tokens=16)
         record(target, [*PROMPTS[:5], given], folder, settings, CONFIG, Watch())
         found.append(masters(going(Run(target, folder, tmp_path / f"run {states}"))))
     same(*found)
@@ -431,7 +515,7 @@ def hesitates(target: Target, sample: Sample) -> float:
 def test_what_was_learnt_by_heart_is_accepted_to_the_last_token(target, tmp_path):
     """Eight answers; every draft in them is right at all trained depths. Only what the end cuts off is not accepted."""
     prompts = [Conversation(f"{i}", "kind", ({"role": "user", "content": f"{i}"},)) for i in range(40)]
-    record(target, prompts, tmp_path / "all", RecordSettings(max_length=128, max_tokens=10), CONFIG, Watch())
+    record(target, prompts, tmp_path / "all", RecordSettings(longest=128, max_tokens=10), CONFIG, Watch())
     everything = Recording(tmp_path / "all")
     clear = [i for i in range(len(everything)) if hesitates(target, everything.sample(i)) > 0.1][:8]
     assert len(clear) == 8

@@ -53,7 +53,7 @@ def close(ours: dict, theirs: dict) -> None:
 
 @pytest.mark.parametrize("changes", [{}, {"weighting": "sequence"}, {"noise": 0.3}])
 def test_micro_batches_of_any_size_make_the_same_gradient(recording, changes):
-    """Also where there are more of them than documents, so that some are empty."""
+    """As many as there are documents, since these are not cut, if they are smaller than one."""
     known = torch.arange(0, VOCAB, 2)
     whole = trainer(recording, known, batch_tokens=1000, **changes)
     report = whole.advance()
@@ -61,7 +61,7 @@ def test_micro_batches_of_any_size_make_the_same_gradient(recording, changes):
     for micro in (50, 30, 3):
         cut = trainer(recording, known, batch_tokens=1000, micro_tokens=micro, **changes)
         parts = cut._parts(list(range(len(LENGTHS))))
-        assert len(parts) > 1 and (micro > 3 or not all(parts))
+        assert len(parts) > 1 and all(parts) and (micro > 3 or len(parts) == len(LENGTHS))
         other = cut.advance()
         close(gradient(cut), gradient(whole))
         assert other.loss == pytest.approx(report.loss, rel=1e-5)
@@ -99,11 +99,21 @@ def test_an_answer_without_a_place_does_not_weigh(tmp_path):
 @pytest.mark.parametrize("asked", [11, 12])
 def test_a_step_without_any_place_costs_nothing(tmp_path, asked, compute):
     """Nothing supervised at all, or only a first token."""
-    trained = trainer(recorded(tmp_path, [made_up(0, 12, asked), made_up(1, 12, 12)]), compute=compute)
+    samples = [made_up(0, 12, asked), made_up(1, 12, 12), made_up(2, 12)]
+    trained = trainer(recorded(tmp_path, samples), compute=compute)
+    trained._indices = lambda step: [0, 1]
     report = trained.advance()
     assert report.loss == 0 and report.grad_norm == 0
     assert all(bool(p.isfinite().all()) for p in trained.twin.parameters())
     assert all(value == 0 for scores in report.scores for value in scores.values())
+
+
+@pytest.mark.parametrize("known", [None, torch.tensor([3])])
+def test_a_recording_without_any_place_is_refused(tmp_path, known):
+    """Nothing is supervised but a first token; or the head knows none of the ids."""
+    sample = made_up(1, 12, 11) if known is None else replace(made_up(0, 12), tokens=torch.full((12,), 4))
+    with pytest.raises(InvalidValue, match=f"recording = '{tmp_path}'.*place where a draft may begin"):
+        trainer(recorded(tmp_path, [sample]), known)
 
 
 def test_weights_reach_every_depth_by_its_decay(recording):

@@ -131,7 +131,7 @@ def prompts(count: int, kind: str = "chat") -> list[Conversation]:
 
 def recorded(folder: Path, target: Target, asked: list[Conversation] | None = None, **settings) -> Path:
     """A recording of that target's answers."""
-    wanted = RecordSettings(**{"taps": (0, 1, 2), "max_tokens": 20, "max_length": 200, "seed": 3, **settings})
+    wanted = RecordSettings(**{"taps": (0, 1, 2), "max_tokens": 20, "longest": 200, "seed": 3, **settings})
     config = EngineConfig(dtype="float32", kv_bytes=1 << 24)
     record(target, asked or prompts(4), folder, wanted, config, Watch())
     return folder

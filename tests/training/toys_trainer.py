@@ -50,7 +50,7 @@ def made_up(number: int, length: int, asked: int | None = None) -> Sample:
 
 def recorded(folder: Path, samples: Sequence[Sample]) -> Recording:
     """On disk."""
-    writer = Writer(folder, manifest(len(samples)))
+    writer = Writer(folder, manifest(1 + max(sample.number for sample in samples)))
     for sample in samples:
         writer.add(sample)
     writer.flush()

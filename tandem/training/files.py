@@ -1,0 +1,73 @@
+"""Folders that training writes: by one process at a time, each file in one step, gone on with only as what they are."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from tandem.errors import LoadError
+
+__all__ = ["alone", "check_same", "replacing", "write_json"]
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """A folder, made if it is not there, that nobody else writes meanwhile. The lock is gone with the process that has
+    it. Raises LoadError if another one does, or nobody can."""
+    lock = FileLock(folder / ".lock", timeout=0)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        raise LoadError(f"{folder}: another process is writing there") from None
+    except OSError as error:
+        raise LoadError(f"{folder} cannot be written: {error.strerror or error}") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write, which takes the place of `path` in one step when all of it is on disk."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        yield partial
+        with partial.open("rb") as file:  # a rename may reach the disk before what it names
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: object) -> None:
+    """Replace a file in one step."""
+    with replacing(path) as partial:
+        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def check_same(folder: Path, kind: str, there: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raises LoadError, naming what differs."""
+    theirs, ours = _flat(there), _flat(wanted)
+    changed = [
+        f"{key} = {theirs.get(key)!r}, not {ours.get(key)!r}"
+        for key in dict.fromkeys((*theirs, *ours))
+        if theirs.get(key) != ours.get(key)
+    ]
+    if changed:
+        raise LoadError(f"{folder} holds a {kind} with {'; '.join(changed)}; choose another folder to begin anew")
+
+
+def _flat(said: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Settings within settings by dotted names."""
+    found: dict[str, Any] = {}
+    for key, value in said.items():
+        found |= _flat(value, f"{before}{key}.") if isinstance(value, dict) else {before + key: value}
+    return found
