@@ -188,9 +188,7 @@ class Recording:
                 for name, wanted in self._parts(lengths.numel(), int(lengths.sum())).items():
                     part = file.get_slice(name)
                     if (there := (part.get_dtype(), part.get_shape())) != wanted:
-                        raise LoadError(
-                            f"{path}: a damaged shard: {name} are {there}, not {wanted} as its lengths and the manifest say"
-                        )
+                        raise LoadError(f"{path}: a damaged shard: {name} are {there}, not {wanted} as they must be")
         except (OSError, SafetensorError) as error:
             raise LoadError(f"{path}: a damaged shard: {error}; remove it and record again") from error
         for name, values, low, high in (
