@@ -25,6 +25,7 @@ from tandem.threads import apart
 from tandem.training import run
 from tandem.training.conversations import Conversation, load_conversations
 from tandem.training.cost import Work, multiply_speed
+from tandem.training.evaluate import openings
 from tandem.training.export import export as write
 from tandem.training.files import write_json
 from tandem.training.judge import JudgeSettings, heads_of, judge
@@ -237,7 +238,7 @@ def export(
     """Write a head in a format that other engines load, or in Tandem's own."""
     target = Target.load(model, EngineConfig())
     made, weights = run.opened(target, heads_of(head)[-1])
-    write(kind, out, made, weights, run.frozen_of(target, made, torch.bfloat16).lm_head)
+    write(kind, out, made, weights, run.frozen_of(target, made, torch.bfloat16).lm_head, target.model.config)
     typer.echo(out)
 
 
@@ -258,8 +259,9 @@ def recipe(
     only_estimate: Annotated[bool, typer.Option("--estimate", help="say how long it takes, and stop")] = False,
 ) -> None:
     """Record, train and evaluate in one go, after saying how long it will take."""
-    asked = by_kind(load_conversations(held_out, regenerate=True), 10)  # found out before hours of training
+    asked = by_kind(load_conversations(held_out, regenerate=True), 10)
     target = Target.load(model, engine)
+    openings(target, asked)  # found out before hours of training
     config = target.model.config
     taps, most = variant(which.variant, config, config.vocab).taps, config.max_position - 1
     whole = Recipe(

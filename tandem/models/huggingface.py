@@ -66,7 +66,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise LoadError(f"{path}: no such file") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise LoadError(f"{path}: {error}") from error
     if not isinstance(content, dict):
         raise LoadError(f"{path}: a JSON object is needed")

@@ -36,7 +36,7 @@ from tandem.training.target import Target
 from tandem.training.trainer import Frozen, loss_of
 from tandem.training.twin import HeadTwin
 
-__all__ = ["Form", "Mismatch", "check_gap", "probe", "probed_states", "score", "serve", "twin_states"]
+__all__ = ["Form", "Mismatch", "check_gap", "openings", "probe", "probed_states", "score", "serve", "twin_states"]
 
 # Of two states the distance relative to their length, and how many may be farther apart. A layer in bfloat16 rounds by
 # 0.003 (median) to 0.016 (most of 13,600 places of a trained head); a fault at a few places only must not pass.
@@ -263,10 +263,10 @@ def serve(
     """Tokens per step, the target's own included, by kind of prompt; "mean" is that of the kinds. Raises LoadError for
     a head or a prompt that cannot be used."""
     module = _module(target, head, "int4")
-    openings = [_opening(target, prompt) for prompt in prompts]
+    opened = openings(target, prompts)
     llm = target.engine(Drafting.head([module]), form.config(str(target.model.device), depth))
     try:
-        done = llm.generate(openings, params)
+        done = llm.generate(opened, params)
     finally:
         llm.close()
     steps: dict[str, list[int]] = defaultdict(lambda: [0, 0])
@@ -277,8 +277,14 @@ def serve(
     return found | {"mean": sum(found.values()) / len(found)}
 
 
-def _opening(target: Target, prompt: Conversation) -> list[int]:
-    try:
-        return opening(target.tokenizer, prompt)
-    except Unusable as reason:
-        raise LoadError(f"prompt {prompt.name}: {reason}") from reason
+def openings(target: Target, prompts: Sequence[Conversation]) -> list[list[int]]:
+    """The ids of prompts. Raises LoadError for one that cannot be used."""
+    found, most = [], target.model.config.max_position - 1
+    for prompt in prompts:
+        try:
+            found.append(opening(target.tokenizer, prompt))
+        except Unusable as reason:
+            raise LoadError(f"prompt {prompt.name}: {reason}") from reason
+        if len(found[-1]) > most:
+            raise LoadError(f"prompt {prompt.name}: {len(found[-1])} tokens: the model has room for {most}")
+    return found

@@ -6,14 +6,16 @@
     mimo, qwen          of mtp: tensors named as in the MTP layers of these, to stand beside a target's own
 
 Where two engines read a format differently, what is written means the same to both: an explicit `norm_before_residual`,
-a bias of zeros in `fc`, layer ids that do not begin with 1.
+biases of zeros where one of them makes room for a bias, layer ids in the two places where they look for them.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,14 @@ from tandem.errors import InvalidValue, LoadError
 from tandem.models.config import ModelConfig, RopeConfig
 from tandem.models.head_config import HeadConfig
 from tandem.models.head_conventions import CONVENTIONS
-from tandem.models.head_shapes import OUTPUT_NORM
+from tandem.models.head_shapes import OUTPUT_NORM, optional_shapes_of
 from tandem.training.target import Identity
 from tandem.training.variants import VARIANTS, Variant, variant
 
 __all__ = ["EXPORTS", "Made", "export", "variant_of", "write_tandem"]
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
+_LLAMA = ("eagle", "eagle3", "speculators")
 _LAYER = "model.layers.0."
 
 
@@ -59,17 +62,21 @@ def write_tandem(folder: Path, made: Made, weights: Mapping[str, Tensor]) -> Non
 
 def _eagle(made: Made, weights: Mapping[str, Tensor], lm_head: Tensor) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """EAGLE-1/2 guess among all of the target's ids, by its lm_head."""
-    config = _config(made.head) | {"architectures": ["LlamaForCausalLMEagle"], "bias": True}
+    config = _config(made.head) | {"architectures": ["LlamaForCausalLMEagle"]}
     config.pop("draft_vocab_size")  # the mark of EAGLE-3
     named = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
-    # SGLang leaves a missing bias as memory happens to be; vLLM drops one that is there.
+    # SGLang leaves a missing bias as memory happens to be; vLLM drops one that is there. To EAGLE a missing key `bias`
+    # means that there is one; written, vLLM would take it for attention's.
     return config, named | {"fc.bias": torch.zeros(made.head.layer.hidden)}
 
 
 def _eagle3(made: Made, weights: Mapping[str, Tensor], lm_head: Tensor) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    head = made.head
-    settings = {"eagle_aux_hidden_state_layer_ids": list(head.taps), "use_aux_hidden_state": True}
+    head, taps = made.head, list(made.head.taps)
+    # vLLM looks at the top first, and takes ids as they are. SGLang looks inside, and adds one: its older versions
+    # always, its newer ones (pull request 25454) where the first is 1.
+    inside = [tap - 1 for tap in taps] if taps[0] == 2 else taps
     config = _config(head) | {
+        "eagle_aux_hidden_state_layer_ids": taps,
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": head.layer.vocab,
         "target_hidden_size": head.target_hidden,
@@ -77,7 +84,7 @@ def _eagle3(made: Made, weights: Mapping[str, Tensor], lm_head: Tensor) -> tuple
         "norm_before_fc": False,
         "norm_output": head.recycle == "post",
         "tie_word_embeddings": False,
-        "eagle_config": settings,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": inside, "use_aux_hidden_state": True},
     }
     names = {
         "feature_fc.weight": "fc.weight",
@@ -149,32 +156,44 @@ EXPORTS: Mapping[str, tuple[str, _Format]] = {
 """By format: the variant it holds, and how."""
 
 
-def export(kind: str, folder: Path, made: Made, weights: Mapping[str, Tensor], lm_head: Tensor) -> None:
+def export(
+    kind: str, folder: Path, made: Made, weights: Mapping[str, Tensor], lm_head: Tensor, target: ModelConfig
+) -> None:
     """Write a head in a public format.
 
     Args:
         kind: tandem, or one of EXPORTS.
-        folder: of config.json and model.safetensors.
+        folder: of config.json and model.safetensors, which is made.
         made: what the head is.
         weights: float32, by the names of `HeadFile`.
         lm_head: [outputs, H] the target's rows for the head's ids.
+        target: the model's shape.
 
     Raises:
         InvalidValue: the format does not hold such a head.
-        LoadError: the folder cannot be written.
+        LoadError: the folder cannot be written, or there is something in it.
     """
-    _check(kind, made.head)
+    _check(kind, made.head, target)
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        # A model perhaps; and what is left there would be read beside what is written.
+        raise LoadError(f"{folder}: the head cannot be written: there is something; choose another folder")
+    partial = folder.absolute().with_name(f"{folder.absolute().name}.partial")
     try:
+        shutil.rmtree(partial, ignore_errors=True)
         if kind == "tandem":
-            write_tandem(folder, made, weights)
+            write_tandem(partial, made, weights)
         else:
+            if kind in _LLAMA:  # makes room for a bias behind attention where there is one before it
+                weights = {**weights, **{n: torch.zeros(shape) for n, shape in optional_shapes_of(made.head).items()}}
             config, tensors = EXPORTS[kind][1](made, weights, lm_head)
-            _write(folder, config, _narrow(tensors))
+            _write(partial, config, _narrow(tensors))
+        os.replace(partial, folder)
     except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
         raise LoadError(f"{folder}: the head cannot be written: {error.strerror or error}") from error
 
 
-def _check(kind: str, head: HeadConfig) -> None:
+def _check(kind: str, head: HeadConfig, target: ModelConfig) -> None:
     """Raises InvalidValue if a format has no room for a head, or is not read alike by all."""
     if kind == "tandem":
         return
@@ -186,8 +205,10 @@ def _check(kind: str, head: HeadConfig) -> None:
         raise InvalidValue("format", kind, f"tandem{held}")
     if head.layer.rope.factors is not None:
         raise InvalidValue("format", kind, "tandem: the format has no word for rope factors")
-    if family != "llama" and kind in ("eagle", "eagle3", "speculators"):
+    if family != "llama" and kind in _LLAMA:
         raise InvalidValue("format", kind, f"tandem: the format's layer is Llama's, not {family}'s")
+    if kind not in _LLAMA and _beside_others(head.layer) != _beside_others(target):
+        raise InvalidValue("format", kind, "tandem: the format's layer has the target's shape, and this head has not")
     if head.layer.sliding_window[0] is not None and kind == "qwen":
         raise InvalidValue("format", kind, "tandem or mimo: the format's layer has no sliding window")
     if taps and (len(taps) < 2 or taps[0] == 1 or list(taps) != sorted(set(taps))):
@@ -196,9 +217,16 @@ def _check(kind: str, head: HeadConfig) -> None:
         raise InvalidValue("format", kind, allowed)
 
 
+def _beside_others(config: ModelConfig) -> ModelConfig:
+    """What a layer beside a target's own takes from the target's configuration."""
+    return replace(config, layers=1, sliding_window=(None,), vocab=1, max_position=1, tied=False)
+
+
 def variant_of(head: HeadConfig) -> Variant | None:
     """Its name in `variants`, if its conventions are those of one."""
     said = [name for name in CONVENTIONS if name != "mapped"]
+    if head.layer.layers > 1 or head.modules > 1:
+        return None
     for kind in VARIANTS:
         plain = variant(kind, head.layer, head.layer.vocab, head.taps if kind == "eagle3" else ())
         if all(getattr(head, name) == getattr(plain, name) for name in said) and bool(head.taps) == bool(plain.taps):

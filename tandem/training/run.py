@@ -8,7 +8,7 @@ import logging
 import platform
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from tandem.errors import InvalidValue, LoadError
 from tandem.models.head import lm_head_rows
 from tandem.models.head_config import HeadConfig, HeadFile
 from tandem.models.head_formats import open_head
-from tandem.models.head_shapes import shapes_of
+from tandem.models.head_shapes import optional_shapes_of, shapes_of
+from tandem.models.huggingface import read_json
 from tandem.threads import apart
 from tandem.training.batches import Source
 from tandem.training.checkpoints import checkpoints, newest_state, read_state, restore, save
@@ -30,7 +31,7 @@ from tandem.training.journal import Journal, plot_curves, read_journal
 from tandem.training.ranks import Ranks
 from tandem.training.record import Shown
 from tandem.training.recording import Manifest, Recording
-from tandem.training.target import Target
+from tandem.training.target import Identity, Target
 from tandem.training.trainer import Frozen, StepReport, Trainer, TrainSettings
 from tandem.training.twin import HeadTwin
 from tandem.training.variants import Init, Variant, first_weights, variant
@@ -180,7 +181,7 @@ def _begin(
         made, weights = opened(target, path)
         if variant_of(made.head) is None:
             raise LoadError(f"{path}: a {made.head.format} head has conventions that are not trained here")
-        return made, weights
+        return replace(made, target=target.identity), weights
     config, manifest = target.model.config, recording.manifest
     size, ids = config.vocab if head.vocab is None else head.vocab, None
     taps = head.taps or (manifest.taps if head.variant == "eagle3" else ())
@@ -201,17 +202,23 @@ def head_of(target: Target, head: Path) -> HeadConfig:
 
 
 def opened(target: Target, head: Path) -> tuple[Made, dict[str, Tensor]]:
-    """A head on disk: what it is, and its weights in float32 by the names of `HeadFile`. Raises LoadError as `head_of`
-    does."""
+    """A head on disk: what it is, for whom it was made if it says so, and its weights in float32 by the names of
+    `HeadFile`. Raises LoadError as `head_of` does."""
     checkpoint = _open(target, head)
+    for name in optional_shapes_of(checkpoint.head).keys() & checkpoint.names():
+        if checkpoint.tensor(name).any():
+            raise LoadError(f"{head}: tensor {name}: only a head without it, or zeros, can be trained or exported")
     weights = {name: checkpoint.tensor(name).float() for name in shapes_of(checkpoint.head)}
-    return Made(checkpoint.head, target.identity, checkpoint.mapping()), weights
+    about = read_json(head / "config.json").get("tandem_head", {}).get("target")
+    made_for = Identity(**about) if about else target.identity
+    return Made(checkpoint.head, made_for, checkpoint.mapping()), weights
 
 
 def _open(target: Target, head: Path) -> HeadFile:
     checkpoint = open_head(head, target.model.config, 0, target.tokenizer.digests)
-    if checkpoint.head.modules > 1:
-        raise LoadError(f"{head}: modules = {checkpoint.head.modules}: a head of one is needed")
+    for name, count in (("modules", checkpoint.head.modules), ("layers", checkpoint.head.layer.layers)):
+        if count > 1:
+            raise LoadError(f"{head}: {name} = {count}: a head of one is needed")
     return checkpoint
 
 

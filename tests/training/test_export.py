@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import tandem.training.export as export_module
 from tandem.errors import InvalidValue, LoadError
-from tandem.models.config import RopeConfig
+from tandem.models.config import ModelConfig, RopeConfig
 from tandem.models.head_formats import is_head, open_head
 from tandem.models.huggingface import HuggingFaceCheckpoint
 from tandem.models.load import load_head
@@ -82,13 +84,15 @@ def lm_head_of(target, ids):
 def exported(folder: Path, target, kind: str, form: str, outputs: int) -> tuple[Made, dict]:
     made = made_for(target.config, IDENTITY, kind, outputs)
     weights = head_weights(made.head)
-    export(form, folder, made, {n: t.float() for n, t in weights.items()}, lm_head_of(target, made.ids))
+    plain = {n: t.float() for n, t in weights.items()}
+    export(form, folder, made, plain, lm_head_of(target, made.ids), target.config)
     return made, weights
 
 
-def refused(form: str, made: Made, *words: str) -> None:
+def refused(form: str, made: Made, *words: str, target: ModelConfig | None = None) -> None:
     with pytest.raises(InvalidValue) as caught:
-        export(form, Path("/nowhere"), made, head_weights(made.head), torch.zeros(made.head.layer.vocab, 64))
+        lm_head = torch.zeros(made.head.layer.vocab, 64)
+        export(form, Path("/nowhere"), made, head_weights(made.head), lm_head, target or made.head.layer)
     for word in (form, *words):
         assert word in str(caught.value), str(caught.value)
 
@@ -202,6 +206,8 @@ def test_every_variant_is_known_by_its_conventions():
             head = variant(kind, TARGETS["qwen2 with a window"], outputs, TAPS if kind == "eagle3" else ())
             assert variant_of(head) == kind
             assert variant_of(replace(head, hidden_first=True)) is None
+            assert variant_of(replace(head, modules=2)) is None
+            assert variant_of(replace(head, layer=replace(head.layer, layers=2))) is None
 
 
 @pytest.mark.parametrize("form", ["tandem", "mimo"])
@@ -213,7 +219,64 @@ def test_a_folder_that_cannot_be_written_is_a_load_error(form, tmp_path):
     (taken / "model.safetensors").mkdir(parents=True)
     for folder in (file, file / "below", taken):
         with pytest.raises(LoadError, match=f"{folder}: the head cannot be written: .*[a-z]"):
-            export(form, folder, made, head_weights(made.head), torch.zeros(KNOWN, 64))
+            export(form, folder, made, head_weights(made.head), torch.zeros(KNOWN, 64), TARGETS["llama"])
+        assert not folder.with_name(f"{folder.name}.partial").exists()
+
+
+@pytest.mark.parametrize("form", ["tandem", "eagle3", "mimo"])
+def test_what_is_in_a_folder_is_neither_written_over_nor_read_with_the_head(form, tmp_path):
+    """The target itself perhaps; or an index of other files, or conventions of another head."""
+    target, kind = target_in_memory(TARGETS["llama"]), "eagle3" if form == "eagle3" else "mtp"
+    for name in ("config.json", "tandem_head.json", "model.safetensors.index.json"):
+        folder = tmp_path / name.partition(".")[0]
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_text("{}")
+        with pytest.raises(LoadError, match=f"{folder}: the head cannot be written: there is something"):
+            exported(folder, target, kind, form, KNOWN)
+        assert [f.read_text() for f in folder.iterdir()] == ["{}"]
+
+
+@pytest.mark.parametrize(("owner", "writes"), [(export_module, "save_file"), (json, "dumps")])
+def test_an_export_is_there_as_a_whole_or_not_at_all(owner, writes, tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(owner, writes, full)
+    with pytest.raises(LoadError, match="No space left"):
+        exported(tmp_path / "head", target_in_memory(TARGETS["llama"]), "mtp", "tandem", KNOWN)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("taps", "inside"), [((2, 3, 4), [1, 2, 3]), ((3, 4), [3, 4]), ((0, 2, 4), [0, 2, 4])])
+def test_layer_ids_are_what_each_engine_takes_them_for(taps, inside, tmp_path):
+    """At the top as they are, for vLLM. Inside for SGLang, which adds one: always of old, now where the first is 1."""
+    target = target_in_memory(TARGETS["llama"])
+    made = made_for(target.config, IDENTITY, "eagle3", KNOWN, taps)
+    export("eagle3", tmp_path, made, head_weights(made.head), lm_head_of(target, made.ids), target.config)
+    said = json.loads((tmp_path / "config.json").read_text())
+    assert said["eagle_aux_hidden_state_layer_ids"] == list(taps)
+    assert said["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == inside
+    assert open_head(tmp_path, target.config).head.taps == taps
+
+
+@pytest.mark.parametrize("form", ["eagle", "eagle3", "speculators"])
+def test_where_an_engine_makes_room_for_a_bias_it_finds_one(form, tmp_path):
+    """Left out, it would be what the memory happens to hold. A key `bias` would be attention's to vLLM."""
+    target = target_in_memory(TARGETS["with biases"])
+    exported(tmp_path, target, EXPORTS[form][0], form, KNOWN)
+    tensors = load_file(tmp_path / "model.safetensors")
+    layer = "midlayer." if form == "eagle3" else "layers.0."
+    assert not tensors[f"{layer}self_attn.o_proj.bias"].any() and len(tensors[f"{layer}self_attn.o_proj.bias"]) == 64
+    assert form != "eagle" or not tensors["fc.bias"].any()
+    assert "bias" not in json.loads((tmp_path / "config.json").read_text())
+
+
+@pytest.mark.parametrize("form", ["mimo", "qwen"])
+@pytest.mark.parametrize("changes", [dict(intermediate=80), dict(norm_eps=1e-3), dict(rope=RopeConfig(theta=77.0))])
+def test_a_layer_beside_the_target_s_own_has_its_shape(form, changes):
+    """The engine reads it with the target's configuration."""
+    made = made_for(shaped(**changes), IDENTITY, "mtp", KNOWN)
+    refused(form, made, "tandem", "the target's shape", target=TARGETS["llama"])
 
 
 def test_tandem_s_own_says_for_whom_it_was_made(tmp_path):
@@ -243,7 +306,7 @@ def test_mtp_tensors_may_stand_beside_the_target_s_own(form, tmp_path):
     """In the target's own file, with the target's own config.json but for the count of modules."""
     target = load_target(save(tmp_path / "target", 0))
     made = made_for(target.model.config, target.identity, "mtp", 260)
-    export(form, tmp_path / "head", made, head_weights(made.head), torch.zeros(260, 64))
+    export(form, tmp_path / "head", made, head_weights(made.head), torch.zeros(260, 64), target.model.config)
     own, file = load_file(tmp_path / "head" / "model.safetensors"), tmp_path / "target" / "model.safetensors"
     save_file(load_file(file) | own, file, metadata={"format": "pt"})
     assert not is_head(tmp_path / "target")
@@ -260,7 +323,7 @@ def test_weights_are_rounded_to_bfloat16_once(tmp_path):
     made = made_for(target.config, IDENTITY, "mtp", VOCAB)
     weights = {n: t.float() * 1.001 for n, t in head_weights(made.head).items()}
     for form, most in (("tandem", 2**-8), ("qwen", 2**-9)):
-        export(form, tmp_path / form, made, weights, lm_head_of(target, None))
+        export(form, tmp_path / form, made, weights, lm_head_of(target, None), target.config)
         checkpoint = open_head(tmp_path / form, target.config)
         for name, tensor in weights.items():
             found = checkpoint.tensor(name).double()

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from tandem.config import EngineConfig
 from tandem.engine.build import Drafting
 from tandem.errors import InvalidValue, LoadError
+from tandem.models.head_shapes import optional_shapes_of, shapes_of
 from tandem.models.load import load_head
 from tandem.sampling import SamplingParams
 from tandem.training.batches import Documents
@@ -27,7 +28,7 @@ from tandem.training.checkpoints import checkpoints, newest_state, read_state
 from tandem.training.conversations import Conversation, opening
 from tandem.training.cost import Work
 from tandem.training.evaluate import twin_states
-from tandem.training.export import Made
+from tandem.training.export import Made, write_tandem
 from tandem.training.files import alone
 from tandem.training.journal import Journal, read_journal
 from tandem.training.loss import Objective
@@ -423,6 +424,23 @@ def test_a_second_stage_begins_with_the_head_of_the_first(target, recording, unb
     assert [line["step"] for line in read_journal(run.folder)] == list(range(1, 1 + read_state(last)["step"]))
     before, after = (load_file(p / "head" / "model.safetensors") for p in (first, last))
     same(after, before)
+
+
+@pytest.mark.parametrize("odd", ["two layers", "a bias behind attention"])
+def test_a_head_of_which_a_part_would_be_left_out_is_not_trained_on(target, recording, tmp_path, odd):
+    config = target.model.config
+    layers = 2 if odd == "two layers" else 1
+    layer = replace(config, layers=layers, sliding_window=(None,) * layers, qkv_bias=layers == 1)
+    head = variant("mtp", config, config.vocab)
+    head = replace(head, layer=replace(layer, max_position=head.layer.max_position))
+    tensors = {n: torch.ones(s) for n, s in (shapes_of(head) | optional_shapes_of(head)).items()}
+    write_tandem(tmp_path / "head", Made(head, target.identity, None), tensors)
+    content = json.loads((tmp_path / "head" / "config.json").read_text())
+    (tmp_path / "head" / "config.json").write_text(json.dumps(content | {"num_hidden_layers": layers}))
+    words = "layers = 2" if layers == 2 else r"o_proj\.bias: only a head without it"
+    with pytest.raises(LoadError, match=words):
+        going(Run(target, recording, tmp_path / "run"), HeadSettings(start=str(tmp_path / "head")))
+    assert not checkpoints(tmp_path / "run")
 
 
 def test_a_run_without_matplotlib_is_whole_but_for_the_picture(target, recording, tmp_path, monkeypatch, caplog):

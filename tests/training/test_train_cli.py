@@ -256,7 +256,18 @@ def test_what_cannot_be_exported_is_refused(work, tmp_path):
     several = head_files.write(tmp_path / "mimo", "mimo", head_files.tensors_of("mimo", modules=2),
                                num_nextn_predict_layers=2, vocab_size=260, num_hidden_layers=2)  # fmt: skip
     assert "modules = 2" in export(path=several)
+    assert "there is something" in export(out=work / "model")
     assert target.model.config.layers == 2
+
+
+def test_an_exported_head_says_still_for_whom_it_was_made(work, tmp_path):
+    """Exported with another target of the same shape, such as another width of the same model."""
+    save(tmp_path / "other", 1)
+    path = max((work / "run").glob("step-*")) / "head"
+    worked("export", tmp_path / "other", path, "--out", tmp_path / "head")
+    ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (path, tmp_path / "head"))
+    assert ours == theirs
+    assert theirs["tandem_head"]["target"]["weights"] == load_target(work / "model").identity.weights
 
 
 def test_prompts_are_chosen_by_kind():
@@ -316,6 +327,14 @@ def test_a_recipe_finds_out_before_it_begins_that_there_is_nothing_to_measure_wi
     args = ("recipe", work / "model", work / "prompts.jsonl", "--held-out", tmp_path / "absent", "--out")
     assert "absent: the prompts cannot be read" in refused(*args, tmp_path / "all")
     assert not (tmp_path / "all").exists()
+
+
+def test_a_recipe_finds_out_before_it_begins_that_a_held_out_prompt_has_no_room(work, tmp_path):
+    (tmp_path / "held_out.jsonl").write_text(json.dumps({"id": "long", "prompt": "so " * 300}) + "\n")
+    args = ("recipe", work / "model", work / "prompts.jsonl", "--held-out", tmp_path / "held_out.jsonl", "--out")
+    message = refused(*args, tmp_path / "all")
+    assert "prompt long: " in message and "tokens: the model has room for " in message
+    assert not (tmp_path / "all").exists() and "trying" not in message
 
 
 def test_lines_of_progress_without_a_terminal(capsys):
