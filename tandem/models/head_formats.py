@@ -276,7 +276,7 @@ def _named(own: dict[str, _Stored], head: HeadConfig) -> dict[str, _Stored]:
     if not head.own_head:
         borrowed["lm_head.weight"] = head.layer.vocab
     for name, part in own.items():
-        if name in ("d2t", "t2d") and head.format in ("eagle3", "speculators", "tandem"):
+        if name in ("d2t", "t2d") and (head.mapped or head.format in ("eagle3", "speculators")):
             continue
         ours = name if name in borrowed else _renamed(name, _RULES[head.format])
         if ours in borrowed:

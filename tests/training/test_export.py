@@ -25,6 +25,7 @@ from tests.models.head_files import tensors_of
 from tests.test_pairs import save
 from tests.training.toys_serving import (
     TAPS,
+    convention,
     exact,
     head_weights,
     load_target,
@@ -287,6 +288,14 @@ def test_tandem_s_own_says_for_whom_it_was_made(tmp_path):
         open_head(tmp_path, target.config, 0, {"tokenizer": "other"})
     with pytest.raises(LoadError, match=r"target.layers = 4: the target's is 2"):
         open_head(tmp_path, replace(target.config, layers=2, sliding_window=(None, None)))
+
+
+def test_a_map_that_the_head_is_said_not_to_have_is_refused(tmp_path):
+    """It would guess the first ids instead of its own."""
+    target = target_in_memory(TARGETS["llama"])
+    exported(tmp_path, target, "mtp", "tandem", KNOWN)
+    with pytest.raises(LoadError, match=r"tensor d2t .*is not part of a head of format tandem"):
+        open_head(convention(tmp_path, mapped=False), target.config)
 
 
 def test_a_reduced_head_without_its_map_is_refused(tmp_path):
