@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,14 +21,14 @@ from tandem.bench.prompts import spread
 from tandem.cli.models import ModelArgument
 from tandem.cli.options import options
 from tandem.config import EngineConfig
-from tandem.errors import InvalidValue, LoadError
+from tandem.errors import InvalidValue
 from tandem.threads import apart
 from tandem.training import run
 from tandem.training.conversations import Conversation, load_conversations
 from tandem.training.cost import Work, multiply_speed
 from tandem.training.evaluate import openings
 from tandem.training.export import export as write
-from tandem.training.files import write_json
+from tandem.training.files import write_json, writing
 from tandem.training.judge import JudgeSettings, heads_of, judge
 from tandem.training.loss import Objective
 from tandem.training.ranks import Ranks
@@ -121,9 +122,23 @@ def numbers(name: str, text: str) -> tuple[int, ...]:
         raise InvalidValue(name, text, "whole numbers with commas between them") from None
 
 
+def seldom(seconds: float = 30.0) -> Callable[[int, int], bool]:
+    """Whether a line of progress is due, of so many done of all: for the first, the last, and now and then between."""
+    last = -math.inf
+
+    def due(done: int, total: int) -> bool:
+        nonlocal last
+        if done < total and time.monotonic() < last + seconds:
+            return False
+        last = time.monotonic()
+        return True
+
+    return due
+
+
 @contextmanager
 def samples_bar() -> Iterator[Callable[[int, int, int], None]]:
-    """Samples, tokens per second, and the time left; without a terminal a line now and then."""
+    """Samples, tokens per second, and the time left; see `seldom` for where there is no terminal."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -131,7 +146,7 @@ def samples_bar() -> Iterator[Callable[[int, int, int], None]]:
         TextColumn("{task.fields[rate]:,.0f} tokens/s"),
         TimeRemainingColumn(),
     )
-    console = Console(stderr=True)
+    console, due = Console(stderr=True), seldom()
     began = time.monotonic()
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("recording", total=None, rate=0.0)
@@ -139,7 +154,7 @@ def samples_bar() -> Iterator[Callable[[int, int, int], None]]:
         def tick(done: int, total: int, tokens: int) -> None:
             rate = tokens / (time.monotonic() - began)
             bar.update(task, completed=done, total=total, rate=rate)
-            if not console.is_terminal and done % max(1, total // 20) == 0:
+            if not console.is_terminal and due(done, total):
                 typer.echo(f"recorded {done} of {total}: {rate:,.0f} tokens/s", err=True)
 
         yield tick
@@ -286,10 +301,8 @@ def _report(report: dict[str, Any], file: Path | None) -> None:
     """Print it, and write it to a file. Raises LoadError."""
     typer.echo(json.dumps(report))
     if file is not None:
-        try:
+        with writing(f"{file}: the report"):
             write_json(file, report)
-        except OSError as error:
-            raise LoadError(f"{file}: the report cannot be written: {error.strerror}") from error
 
 
 def by_kind(conversations: Sequence[Conversation], limit: int) -> list[Conversation]:
@@ -311,7 +324,7 @@ def reals(name: str, text: str) -> tuple[float, ...]:
 
 @contextmanager
 def steps_bar(shown: bool) -> Iterator[Callable[[StepReport, int], None]]:
-    """Loss, accuracy by depth, tokens per second and the time left; without a terminal a line now and then."""
+    """Loss, accuracy by depth, tokens per second and the time left; see `seldom` for where there is no terminal."""
     columns = (
         TextColumn("step"),
         MofNCompleteColumn(),
@@ -319,7 +332,7 @@ def steps_bar(shown: bool) -> Iterator[Callable[[StepReport, int], None]]:
         TextColumn("{task.description}"),
         TimeRemainingColumn(),
     )
-    console = Console(stderr=True)
+    console, due = Console(stderr=True), seldom()
     with Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as bar:
         task = bar.add_task("", total=None)
 
@@ -327,7 +340,7 @@ def steps_bar(shown: bool) -> Iterator[Callable[[StepReport, int], None]]:
             accuracy = " ".join(f"{scores['accuracy']:.3f}" for scores in report.scores)
             line = f"loss {report.loss:.3f}  accuracy {accuracy}  {report.speed:,.0f} tokens/s"
             bar.update(task, completed=report.step, total=steps, description=line)
-            if shown and not console.is_terminal and (report.step == 1 or report.step % max(1, steps // 50) == 0):
+            if shown and not console.is_terminal and due(report.step, steps):
                 typer.echo(f"step {report.step} of {steps}: {line}", err=True)
 
         yield show

@@ -9,7 +9,6 @@ best is for the acceptance in serving to say, not for the loss.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from pathlib import Path
@@ -20,13 +19,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from tandem.errors import LoadError
 from tandem.training.export import Made, write_tandem
+from tandem.training.files import replacing_folder
 from tandem.training.trainer import Trainer
 
 __all__ = ["checkpoints", "gather", "newest_state", "read_state", "restore", "save"]
 
 _STATE = "state.pt"
 _PARTS = {"step", "masters", "optimizer", "settings"}
-_PARTIAL = ".partial"
 
 
 def _named(step: int) -> str:
@@ -49,23 +48,16 @@ def save(run: Path, trainer: Trainer, made: Made, settings: dict[str, Any]) -> P
     masters, optimizer = gather(trainer)
     path = run / _named(trainer.step)
     if trainer.ranks.first:
-        partial = run / f"{path.name}{_PARTIAL}"
         try:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            write_tandem(partial / "head", made, {name: tensor.cpu() for name, tensor in masters.items()})
-            content = {"step": trainer.step, "masters": masters, "optimizer": optimizer, "settings": settings}
-            torch.save(content, partial / _STATE)
-            for file in filter(Path.is_file, partial.rglob("*")):  # a rename may reach the disk before what it names
-                with file.open("rb") as written:
-                    os.fsync(written.fileno())
-            shutil.rmtree(path, ignore_errors=True)
-            os.replace(partial, path)
+            with replacing_folder(path) as partial:
+                write_tandem(partial / "head", made, {name: tensor.cpu() for name, tensor in masters.items()})
+                content = {"step": trainer.step, "masters": masters, "optimizer": optimizer, "settings": settings}
+                torch.save(content, partial / _STATE)
+                shutil.rmtree(path, ignore_errors=True)
             for older in checkpoints(run):
                 if older != path:
                     (older / _STATE).unlink(missing_ok=True)
         except (OSError, RuntimeError) as error:
-            shutil.rmtree(partial, ignore_errors=True)
             raise LoadError(f"{path}: the checkpoint cannot be written: {error}; those before it are whole") from error
     trainer.ranks.meet()
     return path

@@ -6,16 +6,15 @@
     mimo, qwen          of mtp: tensors named as in the MTP layers of these, to stand beside a target's own
 
 Where two engines read a format differently, what is written means the same to both: an explicit `norm_before_residual`,
-biases of zeros where one of them makes room for a bias, layer ids in the two places where they look for them.
+biases of zeros where one of them makes room for a bias, layer ids in the two places where they look for them. Versions
+of SGLang that always add one to these ids read the right layers only where the first is 2, as it usually is.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from tandem.models.config import ModelConfig, RopeConfig
 from tandem.models.head_config import HeadConfig
 from tandem.models.head_conventions import CONVENTIONS
 from tandem.models.head_shapes import OUTPUT_NORM, optional_shapes_of
+from tandem.training.files import replacing_folder, writing
 from tandem.training.target import Identity
 from tandem.training.variants import VARIANTS, Variant, variant
 
@@ -55,8 +55,6 @@ def write_tandem(folder: Path, made: Made, weights: Mapping[str, Tensor]) -> Non
     said = {name: getattr(head, name) for name in CONVENTIONS}
     about = {name: getattr(made.target, name) for name in made.target.__slots__}
     config = _config(head) | {"tandem_head": {**said, "taps": list(head.taps), "target": about}}
-    if (factors := head.layer.rope.factors) is not None:
-        config["rope_factors"] = list(factors)
     _write(folder, config, _narrow(weights) | _map(made, with_known=False))
 
 
@@ -174,23 +172,18 @@ def export(
         LoadError: the folder cannot be written, or there is something in it.
     """
     _check(kind, made.head, target)
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        # A model perhaps; and what is left there would be read beside what is written.
-        raise LoadError(f"{folder}: the head cannot be written: there is something; choose another folder")
-    partial = folder.absolute().with_name(f"{folder.absolute().name}.partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        if kind == "tandem":
-            write_tandem(partial, made, weights)
-        else:
+    with writing(f"{folder}: the head"):
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            # A model perhaps; and what is left there would be read beside what is written.
+            raise LoadError(f"{folder}: the head cannot be written: there is something; choose another folder")
+        with replacing_folder(folder) as partial:
+            if kind == "tandem":
+                write_tandem(partial, made, weights)
+                return
             if kind in _LLAMA:  # makes room for a bias behind attention where there is one before it
                 weights = {**weights, **{n: torch.zeros(shape) for n, shape in optional_shapes_of(made.head).items()}}
             config, tensors = EXPORTS[kind][1](made, weights, lm_head)
             _write(partial, config, _narrow(tensors))
-        os.replace(partial, folder)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise LoadError(f"{folder}: the head cannot be written: {error.strerror or error}") from error
 
 
 def _check(kind: str, head: HeadConfig, target: ModelConfig) -> None:
@@ -207,8 +200,12 @@ def _check(kind: str, head: HeadConfig, target: ModelConfig) -> None:
         raise InvalidValue("format", kind, "tandem: the format has no word for rope factors")
     if family != "llama" and kind in _LLAMA:
         raise InvalidValue("format", kind, f"tandem: the format's layer is Llama's, not {family}'s")
-    if kind not in _LLAMA and _beside_others(head.layer) != _beside_others(target):
-        raise InvalidValue("format", kind, "tandem: the format's layer has the target's shape, and this head has not")
+    if kind not in _LLAMA:
+        ours, theirs = asdict(_beside_others(head.layer)), asdict(_beside_others(target))
+        if unlike := [
+            f"{name} = {ours[name]}, the target's {theirs[name]}" for name in ours if ours[name] != theirs[name]
+        ]:
+            raise InvalidValue("format", kind, f"tandem for a layer that is not like the target's: {'; '.join(unlike)}")
     if head.layer.sliding_window[0] is not None and kind == "qwen":
         raise InvalidValue("format", kind, "tandem or mimo: the format's layer has no sliding window")
     if taps and (len(taps) < 2 or taps[0] == 1 or list(taps) != sorted(set(taps))):
@@ -219,7 +216,7 @@ def _check(kind: str, head: HeadConfig, target: ModelConfig) -> None:
 
 def _beside_others(config: ModelConfig) -> ModelConfig:
     """What a layer beside a target's own takes from the target's configuration."""
-    return replace(config, layers=1, sliding_window=(None,), vocab=1, max_position=1, tied=False)
+    return replace(config, layers=1, sliding_window=config.sliding_window[-1:], vocab=1, max_position=1, tied=False)
 
 
 def variant_of(head: HeadConfig) -> Variant | None:
@@ -269,8 +266,10 @@ def _window(c: ModelConfig) -> dict[str, Any]:
 
 
 def _rope(rope: RopeConfig) -> dict[str, Any]:
-    """As config.json has it, but for factors."""
+    """As config.json has it; factors are a word of ours."""
     found: dict[str, Any] = {"rope_theta": rope.theta}
+    if rope.factors is not None:
+        found["rope_factors"] = list(rope.factors)
     if rope.kind == "default":
         return found
     keys = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("attention_factor", "beta_fast", "beta_slow")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,16 @@ from filelock import FileLock, Timeout
 
 from tandem.errors import LoadError
 
-__all__ = ["alone", "check_same", "replacing", "write_json"]
+__all__ = ["alone", "check_same", "replacing", "replacing_folder", "write_json", "writing"]
+
+
+@contextmanager
+def writing(what: object) -> Iterator[None]:
+    """Raises LoadError, saying that `what` cannot be written, for an OSError within."""
+    try:
+        yield
+    except OSError as error:
+        raise LoadError(f"{what} cannot be written: {error.strerror or error}") from error
 
 
 @contextmanager
@@ -21,13 +31,12 @@ def alone(folder: Path) -> Iterator[None]:
     """A folder, made if it is not there, that nobody else writes meanwhile. The lock is gone with the process that has
     it. Raises LoadError if another one does, or nobody can."""
     lock = FileLock(folder / ".lock", timeout=0)
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except Timeout:
-        raise LoadError(f"{folder}: another process is writing there") from None
-    except OSError as error:
-        raise LoadError(f"{folder} cannot be written: {error.strerror or error}") from error
+        try:
+            lock.acquire()
+        except Timeout:
+            raise LoadError(f"{folder}: another process is writing there") from None
     try:
         yield
     finally:
@@ -40,11 +49,33 @@ def replacing(path: Path) -> Iterator[Path]:
     partial = path.with_name(path.name + ".partial")
     try:
         yield partial
-        with partial.open("rb") as file:  # a rename may reach the disk before what it names
-            os.fsync(file.fileno())
+        _sync(partial)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill, which appears as `path`, where there is none or an empty one, in one step when all of it is on
+    disk."""
+    path = path.resolve()
+    partial = path.with_name(path.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        for file in filter(Path.is_file, partial.rglob("*")):
+            _sync(file)
+        os.replace(partial, path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    """Put a file on disk: a rename may reach it before what it names."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def write_json(path: Path, content: object) -> None:

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from tandem.bench.plot import Panel, save_panels
-from tandem.errors import LoadError
-from tandem.training.files import replacing
+from tandem.training.files import replacing, writing
 from tandem.training.trainer import StepReport
 
 __all__ = ["Journal", "plot_curves", "read_journal"]
 
 _log = logging.getLogger(__name__)
 
-_LINES = "log.jsonl"
+_LINES, _EVENTS = "log.jsonl", "events"
 
 
 class Journal:
@@ -30,12 +28,11 @@ class Journal:
         """Raises LoadError, as `add` does, if the folder cannot be written."""
         self._path = run / _LINES
         kept = [line for line in read_journal(run) if line["step"] <= step]
-        with _written(self._path):
-            run.mkdir(parents=True, exist_ok=True)
-            # In one step, so that whoever is killed before the first line loses none of those before.
-            with replacing(self._path) as partial:
-                partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-            self._events = _events(run, step)
+        # In one step, so that whoever is killed before the first line loses none of those before.
+        with writing(self._path), replacing(self._path) as partial:
+            partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        with writing(run / _EVENTS):
+            self._events = _events(run / _EVENTS, step)
 
     def __enter__(self) -> Journal:
         return self
@@ -44,23 +41,17 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._events is not None:
-            self._events.close()
+            with writing(self._path.with_name(_EVENTS)):
+                self._events.close()
 
     def add(self, report: StepReport) -> None:
         """One step."""
-        with _written(self._path), self._path.open("a", encoding="utf-8") as file:
+        with writing(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(report)) + "\n")
         if self._events is not None:
-            for name, value in _values(asdict(report)).items():
-                self._events.add_scalar(name, value, report.step)
-
-
-@contextmanager
-def _written(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise LoadError(f"{path} cannot be written: {error.strerror or error}") from error
+            with writing(self._path.with_name(_EVENTS)):
+                for name, value in _values(asdict(report)).items():
+                    self._events.add_scalar(name, value, report.step)
 
 
 def read_journal(run: Path) -> list[dict[str, Any]]:
@@ -100,11 +91,11 @@ def _values(report: Mapping[str, Any]) -> dict[str, float]:
     return flat
 
 
-def _events(run: Path, step: int) -> Any:
+def _events(folder: Path, step: int) -> Any:
     """TensorBoard's writer, if it is installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         _log.warning("no TensorBoard events: the package tensorboard is not installed")
         return None
-    return SummaryWriter(str(run / "events"), purge_step=step + 1)
+    return SummaryWriter(str(folder), purge_step=step + 1)

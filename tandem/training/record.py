@@ -197,7 +197,8 @@ def record(
 
     Raises:
         InvalidValue: a setting is not allowed, or the disk has no room.
-        LoadError: the folder holds another recording, no conversation can be used, or the disk is full.
+        LoadError: the folder holds another recording, or another process is writing there; no conversation can be used,
+            or the disk is full.
         EngineFailure: a step failed.
     """
     manifest = _manifest(target, conversations, settings, config)

@@ -11,10 +11,8 @@ goes on with the samples whose numbers are in no shard.
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from torch import Tensor
 
 from tandem.cache.features import Reading
 from tandem.errors import InvalidValue, LoadError
-from tandem.training.files import check_same, replacing, write_json
+from tandem.training.files import check_same, replacing, write_json, writing
 from tandem.training.target import Identity
 
 __all__ = ["Manifest", "Recording", "Sample", "Writer"]
@@ -92,18 +90,17 @@ class Writer:
         self.folder, self.manifest = folder, manifest
         self._most = shard_samples, shard_bytes
         self._held: list[Sample] = []
-        try:
+        with writing(f"{folder}: the recording"):
             folder.mkdir(parents=True, exist_ok=True)
-            begun = bool(_shards(folder))
-            if begun:
+            shards = _shards(folder)
+            if shards:
                 check_same(folder, "recording", _read_manifest(folder).said, manifest.said)
             else:  # what a run that recorded nothing has said binds nobody
                 write_json(folder / _MANIFEST, asdict(manifest))
             for stale in folder.glob("*.partial"):
                 stale.unlink()
-        except OSError as error:
-            raise LoadError(f"{folder}: the recording cannot be written: {error.strerror}") from error
-        self.done = set(Recording(folder).numbers) if begun else set()
+        self._next = 1 + max(shards, default=-1)
+        self.done = set(Recording(folder).numbers) if shards else set()
 
     def check_space(self, needed: int) -> None:
         """Raises InvalidValue if so many bytes do not fit on the disk."""
@@ -124,8 +121,7 @@ class Writer:
         """Write what is held. Raises LoadError if the disk is full; what was written before stays."""
         if not self._held:
             return
-        place = 1 + max(_shards(self.folder), default=-1)
-        path = self.folder / _SHARD.format(place)
+        path = self.folder / _SHARD.format(self._next)
         tensors = {
             "numbers": torch.tensor([s.number for s in self._held]),
             "lengths": torch.tensor([len(s.tokens) for s in self._held]),
@@ -141,6 +137,7 @@ class Writer:
                 f"{path}: a shard cannot be written: {error}; {len(self.done)} samples are on disk: the same command "
                 "goes on from there when there is space"
             ) from error
+        self._next += 1
         self.done.update(s.number for s in self._held)
         self._held.clear()
 
@@ -148,11 +145,9 @@ class Writer:
         """Write what is held, and how much there is in all. Raises LoadError as `flush` does."""
         self.flush()
         if self.done:
-            self.manifest = replace(self.manifest, totals=Recording(self.folder).totals)
-            try:
+            self.manifest = replace(self.manifest, totals=Recording(self.folder).totals())
+            with writing(self.folder / _MANIFEST):
                 write_json(self.folder / _MANIFEST, asdict(self.manifest))
-            except OSError as error:
-                raise LoadError(f"{self.folder}: the manifest cannot be written: {error.strerror}") from error
 
 
 class Recording:
@@ -185,18 +180,18 @@ class Recording:
         try:
             with safe_open(path, "pt") as file:
                 numbers, lengths = file.get_tensor("numbers"), file.get_tensor("lengths")
-                for name, wanted in self._parts(lengths.numel(), int(lengths.sum())).items():
+                for name, wanted in self._parts(lengths.numel(), int(lengths.long().sum())).items():
                     part = file.get_slice(name)
                     if (there := (part.get_dtype(), part.get_shape())) != wanted:
-                        raise LoadError(f"{path}: a damaged shard: {name} are {there}, not {wanted} as they must be")
+                        raise _damaged(path, f"{name} are {there}, not {wanted} as they must be")
         except (OSError, SafetensorError) as error:
-            raise LoadError(f"{path}: a damaged shard: {error}; remove it and record again") from error
+            raise _damaged(path, error) from error
         for name, values, low, high in (
             ("numbers", numbers, 0, self.manifest.samples),
             ("lengths", lengths, 2, 1 << 30),
         ):
             if not ((values >= low) & (values < high)).all():
-                raise LoadError(f"{path}: a damaged shard: {name} that are not all from {low} to below {high}")
+                raise _damaged(path, f"{name} that are not all from {low} to below {high}")
         return numbers, lengths
 
     def _parts(self, samples: int, tokens: int) -> dict[str, tuple[str, list[int]]]:
@@ -229,7 +224,7 @@ class Recording:
         stored = states and self.manifest.states == "stored"
         tokens = file.get_slice("tokens")[start:end].long()
         if not ((tokens >= 0) & (tokens < self.manifest.target.vocab)).all():
-            raise LoadError(f"{self._shards[shard]}: a damaged shard: tokens that the target does not have")
+            raise _damaged(self._shards[shard], "tokens that the target does not have")
         return Sample(
             self.numbers[index],
             tokens,
@@ -238,27 +233,34 @@ class Recording:
         )
 
     @property
-    def contents(self) -> str:
-        """A digest of which samples there are, how long and in which order."""
-        return sha256(json.dumps([self.numbers, self.lengths.tolist()]).encode()).hexdigest()
+    def held(self) -> dict[str, int]:
+        """Samples and tokens that are there; `totals` has them of when the recording was finished."""
+        return {"samples": len(self), "tokens": int(self.lengths.sum())}
 
-    @cached_property
+    @property
+    def contents(self) -> dict[str, Any]:
+        """Which samples there are, how long and in which order: what `held` says, and a digest."""
+        return self.held | {"digest": sha256(json.dumps([self.numbers, self.lengths.tolist()]).encode()).hexdigest()}
+
     def totals(self) -> dict[str, int]:
-        """Samples, tokens, and supervised ones."""
-        supervised = 0
-        for shard in range(len(self._shards)):
-            supervised += int(self._file(shard).get_tensor("supervised").sum())
-        return {"samples": len(self), "tokens": int(self.lengths.sum()), "supervised": supervised}
+        """What `held` says, and how many tokens are supervised, which takes reading every shard."""
+        files = (self._file(shard) for shard in range(len(self._shards)))
+        return self.held | {"supervised": sum(int(file.get_tensor("supervised").sum()) for file in files)}
 
 
 def _shards(folder: Path) -> dict[int, Path]:
     """Shards by number, in order. Raises LoadError for a file that is named like one, but has none."""
     found = {}
     for path in folder.glob("shard-*.safetensors"):
-        if not re.fullmatch(r"shard-\d+", path.stem):
+        digits = path.stem.partition("-")[2]
+        if not digits.isdecimal() or path.name != _SHARD.format(int(digits)):
             raise LoadError(f"{path}: no shard of a recording: their names are {_SHARD.format(0)} and so on")
-        found[int(path.stem.partition("-")[2])] = path
+        found[int(digits)] = path
     return dict(sorted(found.items()))
+
+
+def _damaged(path: Path, why: object) -> LoadError:
+    return LoadError(f"{path}: a damaged shard: {why}; remove it and record again")
 
 
 def _read_manifest(folder: Path) -> Manifest:
@@ -270,16 +272,17 @@ def _read_manifest(folder: Path) -> Manifest:
         manifest = Manifest(**{**raw, "taps": tuple(raw["taps"]), "target": Identity(**raw["target"])})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise LoadError(f"{path}: no manifest of a recording: {error}") from error
-    for name, fits in (
-        ("target", all(type(getattr(manifest.target, each)) is int for each in ("hidden", "vocab", "layers"))),
-        ("taps", all(type(tap) is int for tap in manifest.taps)),
-        ("states", manifest.states in ("stored", "online")),
-        ("dtype", manifest.dtype in tuple(_KINDS)),
-        ("samples", type(manifest.samples) is int),
-        ("settings", isinstance(manifest.settings, dict)),
-        ("last_hidden", manifest.last_hidden == "post"),
-        ("totals", isinstance(manifest.totals, dict)),
+    sizes = [getattr(manifest.target, name) for name in ("hidden", "vocab", "layers")]
+    for name, fits, allowed in (
+        ("target", all(type(size) is int for size in sizes), "whole numbers for hidden, vocab and layers"),
+        ("taps", all(type(tap) is int for tap in manifest.taps), "whole numbers"),
+        ("states", manifest.states in ("stored", "online"), "stored or online"),
+        ("dtype", manifest.dtype in list(_KINDS), ", ".join(_KINDS)),  # a list, since what was read may have no hash
+        ("samples", type(manifest.samples) is int, "a whole number"),
+        ("settings", isinstance(manifest.settings, dict), "an object"),
+        ("last_hidden", manifest.last_hidden == "post", "post"),
+        ("totals", isinstance(manifest.totals, dict), "an object"),
     ):
         if not fits:
-            raise LoadError(f"{path}: no manifest of a recording: {name} = {getattr(manifest, name)!r}")
+            raise LoadError(f"{path}: {name} = {getattr(manifest, name)!r}: allowed is {allowed}")
     return manifest

@@ -8,7 +8,7 @@ import logging
 import platform
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,12 +97,18 @@ def train(
 
     Raises:
         InvalidValue: a setting is not allowed.
-        LoadError: the recording is for another target, the run is one of other settings, or the disk is full.
+        LoadError: the recording is for another target, has lost shards, or several processes are to learn from it
+            before it is finished; the run is one of other settings, from other samples, or without a state; another
+            process is writing there; or the disk is full.
         TrainingFailure: numbers were not finite; the newest checkpoint is untouched.
     """
     check_whole("save_every", save_every, 1, 1 << 30)
     _keep_freed_memory()
     target, folder, recording = run.target, run.folder, recording_of(run.target, run.recording)
+    if not recording.manifest.totals:
+        if ranks.count > 1:  # they might not see the same of it
+            raise LoadError(f"{recording.folder} is not finished: one process can learn from it, several cannot")
+        _log.warning("%s is not finished: it has %d samples", recording.folder, len(recording))
     what = recording.manifest.said | {"contents": recording.contents}
     said = {"head": asdict(head), "settings": asdict(settings), "recording": what}
     with alone(folder) if ranks.first else nullcontext():
@@ -125,7 +131,7 @@ def train(
         if ranks.first:
             try:
                 plot_curves({"": read_journal(folder)}, folder / "curves.png")
-            except LoadError as error:
+            except (LoadError, OSError) as error:
                 _log.warning("no picture of the curves: %s", error)
     return path
 
@@ -161,14 +167,9 @@ def recording_of(target: Target, folder: Path) -> Recording:
     for name, value in theirs.items():
         if value != ours[name]:
             raise LoadError(f"{folder} was made with {name} = {value!r}; the target is loaded with {ours[name]!r}")
-    if not (totals := recording.manifest.totals):
-        _log.warning(
-            "%s is not finished: it has %d of %d conversations", folder, len(recording), recording.manifest.samples
-        )
-    elif totals != recording.totals:
-        raise LoadError(
-            f"{folder} has {recording.totals}, not {totals} as when it was finished; record again to fill it"
-        )
+    held, totals = recording.held, recording.manifest.totals
+    if not held.items() <= (totals or held).items():
+        raise LoadError(f"{folder} has {held}, not {totals} as when it was finished; record again to fill it")
     return recording
 
 
@@ -209,9 +210,9 @@ def opened(target: Target, head: Path) -> tuple[Made, dict[str, Tensor]]:
         if checkpoint.tensor(name).any():
             raise LoadError(f"{head}: tensor {name}: only a head without it, or zeros, can be trained or exported")
     weights = {name: checkpoint.tensor(name).float() for name in shapes_of(checkpoint.head)}
-    about = read_json(head / "config.json").get("tandem_head", {}).get("target")
-    made_for = Identity(**about) if about else target.identity
-    return Made(checkpoint.head, made_for, checkpoint.mapping()), weights
+    about = read_json(head / "config.json").get("tandem_head", {}).get("target", {})
+    whose = {each.name: about[each.name] for each in fields(Identity) if each.name in about}
+    return Made(checkpoint.head, replace(target.identity, **whose), checkpoint.mapping()), weights
 
 
 def _open(target: Target, head: Path) -> HeadFile:

@@ -282,8 +282,8 @@ class Trainer:
         """This process' micro-batches: as many as every other's."""
         lengths = self.source.recording.lengths
         tokens = sum(int(lengths[i]) for i in indices)
-        each = max(1, math.ceil(tokens / (self.settings.micro_tokens * self.ranks.count)))
-        each = min(each, math.ceil(len(indices) / self.ranks.count))  # documents are not cut
+        wanted = math.ceil(tokens / (self.settings.micro_tokens * self.ranks.count))
+        each = min(wanted, math.ceil(len(indices) / self.ranks.count))  # documents are not cut
         return deal(indices, lengths, each * self.ranks.count)[self.ranks.index :: self.ranks.count]
 
     def _whole(self, indices: list[int]) -> tuple[float, Work]:

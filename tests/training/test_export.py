@@ -277,7 +277,8 @@ def test_where_an_engine_makes_room_for_a_bias_it_finds_one(form, tmp_path):
 def test_a_layer_beside_the_target_s_own_has_its_shape(form, changes):
     """The engine reads it with the target's configuration."""
     made = made_for(shaped(**changes), IDENTITY, "mtp", KNOWN)
-    refused(form, made, "tandem", "the target's shape", target=TARGETS["llama"])
+    (name,) = changes
+    refused(form, made, "tandem", f"{name} = ", "the target's", target=TARGETS["llama"])
 
 
 def test_tandem_s_own_says_for_whom_it_was_made(tmp_path):

@@ -108,7 +108,7 @@ def test_what_is_read_is_what_was_written_over_several_shards(tmp_path, dtype):
         assert recording.sample(index, states=False).states is None
     assert recording.manifest == writer.manifest
     all_of_it = [sample(n) for n in numbers]
-    assert recording.totals == {
+    assert recording.totals() == {
         "samples": 7,
         "tokens": sum(len(s.tokens) for s in all_of_it),
         "supervised": sum(int(s.supervised.sum()) for s in all_of_it),
@@ -120,7 +120,7 @@ def test_a_finished_recording_says_how_much_it_holds(tmp_path):
     writer = write(tmp_path, range(4))
     assert Recording(tmp_path).manifest.totals == {}
     writer.finish()
-    assert Recording(tmp_path).manifest.totals == Recording(tmp_path).totals == writer.manifest.totals
+    assert Recording(tmp_path).manifest.totals == Recording(tmp_path).totals() == writer.manifest.totals
     further = write(tmp_path, [4, 5])
     further.finish()
     assert Recording(tmp_path).manifest.totals["samples"] == 6
@@ -237,6 +237,7 @@ def test_a_truncated_shard_is_named_with_what_to_do(tmp_path, left):
         lambda t: t.update(lengths=t["lengths"] + 1),
         lambda t: t.update(lengths=t["lengths"][None].clone()),
         lambda t: t.update(lengths=t["lengths"].double()),
+        lambda t: t.update(lengths=t["lengths"] * float("nan")),
         lambda t: t.update(lengths=t["lengths"] - t["lengths"][0], tokens=t["tokens"][t["lengths"][0] * 2 :].clone()),
         lambda t: t.update(numbers=t["numbers"][1:].clone()),
         lambda t: t.update(numbers=t["numbers"] + 18),
@@ -271,10 +272,11 @@ def test_a_token_that_the_target_does_not_have_is_named_with_its_shard(tmp_path,
         Recording(tmp_path).sample(3)
 
 
-def test_a_file_named_like_a_shard_is_refused(tmp_path):
+@pytest.mark.parametrize("name", ["shard-old", "shard-0", "shard-00001 (1)"])
+def test_a_file_named_like_a_shard_is_refused(tmp_path, name):
     write(tmp_path, [0])
-    shutil.copy(tmp_path / "shard-00000.safetensors", tmp_path / "shard-old.safetensors")
-    damaged(tmp_path, str(tmp_path / "shard-old.safetensors"), "no shard of a recording")
+    shutil.copy(tmp_path / "shard-00000.safetensors", tmp_path / f"{name}.safetensors")
+    damaged(tmp_path, str(tmp_path / f"{name}.safetensors"), "no shard of a recording")
 
 
 @pytest.mark.parametrize(
@@ -288,16 +290,19 @@ def test_a_manifest_with_a_field_of_another_kind_is_named(tmp_path, name, value)
     write(tmp_path, [0])
     file = tmp_path / "manifest.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), name: value}))
-    damaged(tmp_path, str(file), f"{name} = ")
+    damaged(tmp_path, str(file), f"{name} = ", "allowed is")
 
 
 def test_what_is_in_a_recording_has_a_digest(tmp_path):
-    """Another one for other samples, and for another order."""
+    """Another one for other samples, for others of the same numbers, and for another order."""
     found = []
-    for place, numbers in enumerate(([0, 1, 2], [0, 1], [1, 0, 2], [0, 1, 2])):
-        write(tmp_path / f"{place}", numbers)
-        found.append(Recording(tmp_path / f"{place}").contents)
-    assert len(set(found)) == 3 and found[0] == found[3]
+    for place, numbers in enumerate(([0, 1, 2], [0, 1], [1, 0, 2], [0, 1, 2], [0, 1, 2])):
+        writer = Writer(tmp_path / f"{place}", manifest())
+        for number in numbers:
+            writer.add(replace(sample(number + (place == 4)), number=number))
+        writer.flush()
+        found.append(Recording(tmp_path / f"{place}").contents["digest"])
+    assert len(set(found)) == 4 and found[0] == found[3]
 
 
 @pytest.mark.parametrize(

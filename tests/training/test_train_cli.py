@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import tandem.cli.train as train_module
 from tandem import LLM, SamplingParams
 from tandem.bench.plot import Panel, save_panels
 from tandem.cli import app
-from tandem.cli.train import by_kind, numbers, reals, steps_bar
+from tandem.cli.train import by_kind, numbers, reals, samples_bar, steps_bar
 from tandem.config import EngineConfig
 from tandem.errors import InvalidValue
 from tandem.models.head_formats import open_head
@@ -96,7 +98,7 @@ def test_training_says_where_the_head_is_and_how_it_went(work):
     said = json.loads((work / "trained.json").read_text())
     lines = [json.loads(line) for line in (work / "run" / "log.jsonl").read_text().splitlines()]
     assert said["checkpoint"] == str(work / "run" / f"step-{len(lines):06}")
-    assert said["tokens"] == sum(line["work"]["tokens"] for line in lines) == 2 * Recording(work / "r").totals["tokens"]
+    assert said["tokens"] == sum(line["work"]["tokens"] for line in lines) == 2 * Recording(work / "r").held["tokens"]
     assert len(lines[0]["scores"]) == 2
     assert f"step 1 of {len(lines)}: loss " in (work / "trained.txt").read_text()
     head = open_head(Path(said["checkpoint"]) / "head", load_target(work / "model").model.config).head
@@ -260,6 +262,16 @@ def test_what_cannot_be_exported_is_refused(work, tmp_path):
     assert target.model.config.layers == 2
 
 
+def test_a_head_that_says_little_of_its_target_is_exported(work, tmp_path):
+    """Sizes alone: digests may be left out."""
+    path = Path(shutil.copytree(max((work / "run").glob("step-*")) / "head", tmp_path / "source"))
+    config = json.loads((path / "config.json").read_text())
+    config["tandem_head"]["target"] = {k: config["tandem_head"]["target"][k] for k in ("hidden", "vocab", "layers")}
+    (path / "config.json").write_text(json.dumps(config))
+    worked("export", work / "model", path, "--out", tmp_path / "head")
+    assert (tmp_path / "head" / "config.json").is_file()
+
+
 def test_an_exported_head_says_still_for_whom_it_was_made(work, tmp_path):
     """Exported with another target of the same shape, such as another width of the same model."""
     save(tmp_path / "other", 1)
@@ -337,13 +349,20 @@ def test_a_recipe_finds_out_before_it_begins_that_a_held_out_prompt_has_no_room(
     assert not (tmp_path / "all").exists() and "trying" not in message
 
 
-def test_lines_of_progress_without_a_terminal(capsys):
-    """The first step, and one in fifty."""
-    with steps_bar(True) as show:
-        for step in range(1, 101):
-            show(StepReport(step, 1.0, 1e-3, 1.0, Work(10, 5, 5), 1.0, ({"accuracy": 0.5},)), 100)
-    told = [int(line.split()[1]) for line in capsys.readouterr().err.splitlines()]
-    assert told == [1, *range(2, 101, 2)]
+def test_lines_of_progress_without_a_terminal(capsys, monkeypatch):
+    """The first, the last, and one in half a minute; of steps and of samples."""
+    clock = [0.0]
+    monkeypatch.setattr(train_module.time, "monotonic", lambda: clock[0])
+    with steps_bar(True) as show, samples_bar() as tick:
+        for done in range(1, 101):
+            clock[0] += 7.0
+            show(StepReport(done, 1.0, 1e-3, 1.0, Work(10, 5, 5), 1.0, ({"accuracy": 0.5},)), 100)
+            tick(done, 100, 70 * done)
+    lines = capsys.readouterr().err.splitlines()
+    expected = [n for n in range(1, 101) if n % 5 == 1 or n == 100]
+    assert [int(line.split()[1]) for line in lines if line.startswith("step ")] == expected
+    assert [int(line.split()[1]) for line in lines if line.startswith("recorded ")] == expected
+    assert lines[-1] == "recorded 100 of 100: 10 tokens/s"
 
 
 def test_threads_are_those_that_were_asked_for(work):
