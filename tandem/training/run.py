@@ -61,7 +61,7 @@ class HeadSettings:
     variant: Variant = "mtp"
     taps: tuple[int, ...] = ()
     vocab: int | None = 8192
-    init: Init = "random"
+    init: Init = "passing"
     seed: int = 0
     start: str = ""
 
