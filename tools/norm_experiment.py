@@ -44,7 +44,7 @@ def main() -> None:
         for seed in options.seeds:
             for variant in ("eagle", "mtp"):
                 folder = options.out / f"{variant}-{length}-{seed}"
-                which = HeadSettings(variant=variant, init=options.init, seed=seed)
+                which = HeadSettings(variant=variant, vocab=options.vocab, init=options.init, seed=seed)
                 run = Run(target, options.recording, folder)
                 last = train(run, which, replace(settings, seed=seed), Ranks(), save_every=options.steps)
                 served = serve(target, last / "head", prompts, Form(4, tree=False), params)
@@ -71,6 +71,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--step-tokens", type=int, default=4096)
     parser.add_argument("--depths", type=int, default=1)
+    parser.add_argument("--vocab", type=int, default=8192)
     parser.add_argument("--init", default="random", choices=("random", "passing"))
     parser.add_argument("--seeds", type=lambda text: [int(part) for part in text.split(",")], default=[0, 1])
     parser.add_argument("--short", type=int, default=256)
