@@ -105,9 +105,9 @@ def _recorded(
     """`record`, saying what it needs, how far it is, and what was left out."""
 
     def announce(needed: int, samples: int) -> None:
-        typer.echo(f"{samples} conversations to record, at most {needed / 1e9:.2f} GB in {out}", err=True)
+        typer.echo(f"{samples} conversations to record, at most {needed / 1e6:,.1f} MB in {out}", err=True)
 
-    with samples_bar() as tick:
+    with going_on(f"the samples in {out}"), samples_bar() as tick:
         done = record_all(target, conversations, out, wanted, engine, Watch(announce, tick))
     for reason, count in done.left_out.items():
         typer.echo(f"left out: {count} ({reason})", err=True)
@@ -122,7 +122,7 @@ def numbers(name: str, text: str) -> tuple[int, ...]:
         raise InvalidValue(name, text, "whole numbers with commas between them") from None
 
 
-def seldom(seconds: float = 30.0) -> Callable[[int, int], bool]:
+def seldom(seconds: float = 10.0) -> Callable[[int, int], bool]:
     """Whether a line of progress is due, of so many done of all: for the first, the last, and now and then between."""
     last = -math.inf
 
@@ -134,6 +134,16 @@ def seldom(seconds: float = 30.0) -> Callable[[int, int], bool]:
         return True
 
     return due
+
+
+@contextmanager
+def going_on(where: str) -> Iterator[None]:
+    """Says, when somebody stops a command, from where it goes on if it is given again."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo(f"stopped; the same command goes on from {where}", err=True)
+        raise
 
 
 @contextmanager
@@ -181,7 +191,7 @@ def head(
     reports: list[StepReport] = []
     try:
         target = Target.load(model, engine)
-        with steps_bar(ranks.first) as show:
+        with going_on(f"the newest checkpoint in {out}, if there is one"), steps_bar(ranks.first) as show:
 
             def tick(report: StepReport, steps: int) -> None:
                 reports.append(report)
@@ -292,7 +302,7 @@ def recipe(
     if only_estimate:
         return
     _recorded(target, whole.conversations, out / "recording", whole.recording, engine)
-    with steps_bar(True) as show:
+    with going_on(f"the newest checkpoint in {out / 'run'}, if there is one"), steps_bar(True) as show:
         run.train(run.Run(target, out / "recording", out / "run"), which, whole.training, Ranks(), tick=show)
     _report(judge(target, out / "run", asked, None, JudgeSettings(), say), out / "evaluation.json")
 

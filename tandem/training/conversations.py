@@ -55,6 +55,10 @@ def load_conversations(path: Path, regenerate: bool = False) -> list[Conversatio
         return [Conversation(i.name, i.kind, ({"role": "user", "content": i.text},)) for i in items]
     found = []
     for number, (place, record) in enumerate(records, 1):
+        if not isinstance(record, dict) or "messages" not in record:
+            raise LoadError(
+                f"{path}: {place}: no messages, as other records have them: those of a file are of one shape"
+            )
         try:
             messages = [{"role": m["role"], "content": m["content"]} for m in record["messages"]]
             if not messages or not all(isinstance(v, str) for m in messages for v in m.values()):

@@ -48,8 +48,10 @@ def replacing(path: Path) -> Iterator[Path]:
     """A file to write, which takes the place of `path` in one step when all of it is on disk."""
     partial = path.with_name(path.name + ".partial")
     try:
+        partial.touch()
+        mode = partial.stat().st_mode
         yield partial
-        _sync(partial)
+        _put(partial, mode)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
@@ -66,14 +68,16 @@ def replacing_folder(path: Path) -> Iterator[Path]:
         partial.mkdir(parents=True)
         yield partial
         for file in filter(Path.is_file, partial.rglob("*")):
-            _sync(file)
+            _put(file, partial.stat().st_mode & 0o666)
         os.replace(partial, path)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _sync(path: Path) -> None:
-    """Put a file on disk: a rename may reach it before what it names."""
+def _put(path: Path, mode: int) -> None:
+    """Put a file on disk, which a rename may reach before what it names, and let those read it who may read what is
+    made here: safetensors makes files for their owner alone."""
+    path.chmod(mode)
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
@@ -84,8 +88,8 @@ def write_json(path: Path, content: object) -> None:
         partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def check_same(folder: Path, kind: str, there: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Raises LoadError, naming what differs."""
+def check_same(folder: Path, kind: str, there: Mapping[str, Any], wanted: Mapping[str, Any], hint: str = "") -> None:
+    """Raises LoadError, naming what differs, and what else may be done."""
     theirs, ours = _flat(there), _flat(wanted)
     changed = [
         f"{key} = {theirs.get(key)!r}, not {ours.get(key)!r}"
@@ -93,7 +97,7 @@ def check_same(folder: Path, kind: str, there: Mapping[str, Any], wanted: Mappin
         if theirs.get(key) != ours.get(key)
     ]
     if changed:
-        raise LoadError(f"{folder} holds a {kind} with {'; '.join(changed)}; choose another folder to begin anew")
+        raise LoadError(f"{folder} holds a {kind} with {'; '.join(changed)}; choose another folder to begin anew{hint}")
 
 
 def _flat(said: Mapping[str, Any], before: str = "") -> dict[str, Any]:

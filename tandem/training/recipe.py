@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -53,7 +54,7 @@ def estimate(recipe: Recipe, tell: Callable[[str], None] = lambda line: None) ->
     tokens = done.tokens * share
     first, second = recording * share, recipe.training.epochs * tokens / speed
     return (
-        f"about {tokens / 1e6:.2f} million tokens: recording {_time(first)}, training {_time(second)}, "
+        f"about {tokens:,.0f} tokens: recording {_time(first)}, training {_time(second)}, "
         f"{_time(first + second)} in all, without the evaluation"
     )
 
@@ -61,5 +62,5 @@ def estimate(recipe: Recipe, tell: Callable[[str], None] = lambda line: None) ->
 def _time(seconds: float) -> str:
     """In the unit that people would say."""
     if seconds < 90:
-        return f"{seconds:.0f} seconds"
+        return f"{max(2, math.ceil(seconds))} seconds"
     return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"

@@ -142,11 +142,12 @@ def _found(folder: Path, said: Mapping[str, Any]) -> tuple[Path | None, dict[str
     if newest is None:
         if heads := checkpoints(folder):
             raise LoadError(
-                f"{folder} has heads, as {heads[-1].name}, but no state to go on from; choose another folder"
+                f"{folder} has heads, as {heads[-1].name}, but no state to go on from; choose another folder, and "
+                f"--start {heads[-1] / 'head'} to go on with that head"
             )
         return None, None
     state = read_state(newest)
-    check_same(folder, "run", state["settings"], said)
+    check_same(folder, "run", state["settings"], said, f", and --start {newest / 'head'} to go on with its head")
     return newest, state
 
 
@@ -236,7 +237,10 @@ def open_source(target: Target, recording: Recording, head: HeadConfig) -> Itera
     layers are missing."""
     manifest = recording.manifest
     if not set(head.taps) <= set(manifest.taps):
-        raise LoadError(f"{recording.folder} holds layers {list(manifest.taps)}; the head reads {list(head.taps)}")
+        raise LoadError(
+            f"{recording.folder} holds layers {list(manifest.taps)}; the head reads {list(head.taps)}: record with "
+            f"--taps {','.join(map(str, head.taps))}"
+        )
     fed, hidden = torch.tensor(columns(manifest, head)), manifest.target.hidden
     if manifest.states == "stored":
         yield Source(recording, hidden, fed)

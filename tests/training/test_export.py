@@ -237,6 +237,12 @@ def test_what_is_in_a_folder_is_neither_written_over_nor_read_with_the_head(form
         assert [f.read_text() for f in folder.iterdir()] == ["{}"]
 
 
+def test_whoever_may_read_the_folder_may_read_the_weights(tmp_path):
+    exported(tmp_path / "head", target_in_memory(TARGETS["llama"]), "mtp", "tandem", KNOWN)
+    (tmp_path / "usual").write_text("")
+    assert len({f.stat().st_mode for f in (tmp_path / "usual", *(tmp_path / "head").iterdir())}) == 1
+
+
 @pytest.mark.parametrize(("owner", "writes"), [(export_module, "save_file"), (json, "dumps")])
 def test_an_export_is_there_as_a_whole_or_not_at_all(owner, writes, tmp_path, monkeypatch):
     def full(*args, **kwargs):

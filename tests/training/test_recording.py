@@ -260,6 +260,12 @@ def test_a_shard_whose_parts_do_not_fit_is_named(tmp_path, change):
     damaged(tmp_path, str(file))
 
 
+def test_whoever_may_read_the_folder_may_read_the_shards(tmp_path):
+    write(tmp_path, [0]).finish()
+    (tmp_path / "usual").write_text("")
+    assert len({f.stat().st_mode for f in tmp_path.iterdir()}) == 1
+
+
 @pytest.mark.parametrize("token", [-1, 40])
 def test_a_token_that_the_target_does_not_have_is_named_with_its_shard(tmp_path, token):
     write(tmp_path, range(4), samples=2)

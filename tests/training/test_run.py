@@ -285,6 +285,7 @@ def test_a_run_of_other_settings_is_refused_naming_them(target, recording, unbro
         going(Run(target, recording, unbroken), head, settings)
     for word in [*words, str(unbroken)]:
         assert word in str(caught.value)
+    assert f"--start {newest_state(unbroken) / 'head'}" in str(caught.value)
     assert str(caught.value).count(" = ") == sum(word.startswith(("head.", "settings.")) for word in words)
     assert state.read_bytes() == before
 

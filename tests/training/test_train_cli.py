@@ -262,6 +262,19 @@ def test_what_cannot_be_exported_is_refused(work, tmp_path):
     assert target.model.config.layers == 2
 
 
+@pytest.mark.parametrize("what", ["record", "head"])
+def test_whoever_stops_a_command_hears_from_where_it_goes_on(work, tmp_path, monkeypatch, what):
+    def stopped(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_module.run, "train", stopped)
+    monkeypatch.setattr(train_module, "record_all", stopped)
+    source = work / ("prompts.jsonl" if what == "record" else "r")
+    done = run(what, work / "model", source, "--out", tmp_path / "out")
+    assert done.exit_code == 130 and "stopped; the same command goes on from the " in done.stderr
+    assert str(tmp_path / "out") in done.stderr
+
+
 def test_a_head_that_says_little_of_its_target_is_exported(work, tmp_path):
     """Sizes alone: digests may be left out."""
     path = Path(shutil.copytree(max((work / "run").glob("step-*")) / "head", tmp_path / "source"))
@@ -325,9 +338,9 @@ def test_a_recipe_goes_the_whole_way_and_says_before_how_long_it_takes(work, tmp
     steps = ("--step-tokens", 60, "--epochs", 1, "--depths", 1, "--vocab", 100)
     whole = ("recipe", work / "model", work / "prompts.jsonl", "--held-out", held_out, "--out", tmp_path / "all")
     only = worked(*whole, *steps, "--max-tokens", 8, "--estimate")
-    assert "million tokens: recording" in only.stderr and not only.stdout and not (tmp_path / "all").exists()
+    assert " tokens: recording" in only.stderr and not only.stdout and not (tmp_path / "all").exists()
     done = worked(*whole, *steps, "--max-tokens", 8)
-    for said in ("million tokens: recording", "5 conversations to record, at most 0.00 GB in", "recorded 5 of 5: "):
+    for said in (" tokens: recording", "5 conversations to record, at most 0.", "recorded 5 of 5: "):
         assert said in done.stderr
     report = json.loads(done.stdout)
     assert report == json.loads((tmp_path / "all" / "evaluation.json").read_text())
@@ -355,14 +368,14 @@ def test_lines_of_progress_without_a_terminal(capsys, monkeypatch):
     monkeypatch.setattr(train_module.time, "monotonic", lambda: clock[0])
     with steps_bar(True) as show, samples_bar() as tick:
         for done in range(1, 101):
-            clock[0] += 7.0
+            clock[0] += 2.5
             show(StepReport(done, 1.0, 1e-3, 1.0, Work(10, 5, 5), 1.0, ({"accuracy": 0.5},)), 100)
             tick(done, 100, 70 * done)
     lines = capsys.readouterr().err.splitlines()
-    expected = [n for n in range(1, 101) if n % 5 == 1 or n == 100]
+    expected = [n for n in range(1, 101) if n % 4 == 1 or n == 100]
     assert [int(line.split()[1]) for line in lines if line.startswith("step ")] == expected
     assert [int(line.split()[1]) for line in lines if line.startswith("recorded ")] == expected
-    assert lines[-1] == "recorded 100 of 100: 10 tokens/s"
+    assert lines[-1] == "recorded 100 of 100: 28 tokens/s"
 
 
 def test_threads_are_those_that_were_asked_for(work):
