@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
+from tandem.bench.plot import Panel, save_panels
 from tandem.bench.prompts import spread
 from tandem.config import EngineConfig
 from tandem.sampling import SamplingParams
 from tandem.training.conversations import load_conversations
 from tandem.training.evaluate import Form, serve
-from tandem.training.journal import plot_curves, read_journal
+from tandem.training.journal import curves, read_journal
 from tandem.training.loss import Objective
 from tandem.training.ranks import Ranks
 from tandem.training.run import HeadSettings, Run, train
@@ -52,7 +54,16 @@ def main() -> None:
                 report.append({"variant": variant, "length": length, "seed": seed, **_ends(journal), "served": served})
                 print(json.dumps(report[-1]), flush=True)
     (options.out / "norms.json").write_text(json.dumps(report, indent=1) + "\n")
-    plot_curves(lines, options.out / "norms.png")
+    save_panels(options.out / "norms.png", [*curves(lines), _served(report)])
+
+
+def _served(report: Sequence[dict]) -> Panel:
+    """Tokens per step of each pair of runs."""
+    found = {}
+    for variant in ("eagle", "mtp"):
+        values = [r["served"]["mean"] for r in report if r["variant"] == variant]
+        found[variant] = [float(pair) for pair in range(1, len(values) + 1)], values
+    return Panel("pairs of runs: short samples, seed by seed, then long ones", "tokens per step, chain of 4", found)
 
 
 def _ends(journal: list[dict]) -> dict[str, float]:

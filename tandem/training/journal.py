@@ -10,11 +10,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tandem.bench.plot import Panel, save_panels
+from tandem.bench.plot import Panel
 from tandem.training.files import replacing, writing
 from tandem.training.trainer import StepReport
 
-__all__ = ["Journal", "plot_curves", "read_journal"]
+__all__ = ["Journal", "curves", "read_journal"]
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def read_journal(run: Path) -> list[dict[str, Any]]:
     return found
 
 
-def plot_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
+def curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Panel]:
     """Loss, and accuracy by depth, of one run or several, smoothed over a twenty-fifth of the steps."""
     losses: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
     right: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
@@ -75,7 +75,7 @@ def plot_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> 
         for depth in range(len(lines[0]["scores"]) if lines else 0):
             accuracy = _smooth([line["scores"][depth]["accuracy"] for line in lines])
             right[f"{name} depth {depth + 1}".strip()] = steps, accuracy
-    save_panels(path, [Panel("step", "loss", losses), Panel("step", "guesses that are the likeliest token", right)])
+    return [Panel("step", "loss", losses), Panel("step", "guesses that are the likeliest token", right)]
 
 
 def _smooth(values: Sequence[float]) -> list[float]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.bench.plot import save_panels
 from tandem.checks import check_whole
 from tandem.errors import InvalidValue, LoadError
 from tandem.models.head import lm_head_rows
@@ -27,7 +28,7 @@ from tandem.training.batches import Source
 from tandem.training.checkpoints import checkpoints, newest_state, read_state, restore, save
 from tandem.training.export import Made, variant_of
 from tandem.training.files import alone, check_same
-from tandem.training.journal import Journal, plot_curves, read_journal
+from tandem.training.journal import Journal, curves, read_journal
 from tandem.training.ranks import Ranks
 from tandem.training.record import Shown
 from tandem.training.recording import Manifest, Recording
@@ -130,7 +131,7 @@ def train(
                         path = save(folder, trainer, made, said)
         if ranks.first:
             try:
-                plot_curves({"": read_journal(folder)}, folder / "curves.png")
+                save_panels(folder / "curves.png", curves({"": read_journal(folder)}))
             except (LoadError, OSError) as error:
                 _log.warning("no picture of the curves: %s", error)
     return path
